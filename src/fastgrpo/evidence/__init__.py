@@ -1,0 +1,1 @@
+"""How anyone checks the claims: benches, reports, the doctor."""

@@ -1,0 +1,1 @@
+"""How the policy learns: data, rewards, the trainer."""

@@ -1,0 +1,1 @@
+"""What a target model is: loading, its cache, one forward. Runs without TRL."""

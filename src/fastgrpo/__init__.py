@@ -1,7 +1,7 @@
 """GRPO training of language models with its own rollout engine; a drop-in for TRL's `GRPOTrainer`.
 
-The public names below load what they need at their first use, so that `import fastgrpo` costs nothing and the engine works
-without TRL installed. This file holds no code of its own.
+The public names below load what they need at their first use, so that `import fastgrpo` costs nothing and the engine
+works without TRL installed. This file holds no code of its own.
 """
 
 from __future__ import annotations

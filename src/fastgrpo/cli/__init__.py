@@ -1,12 +1,12 @@
 """The `fastgrpo` command: which subcommands there are, and how their errors reach a person.
 
-Each subcommand is a module of this folder with `add_arguments(parser)` and `run(args) -> int`, imported when it is called
-for, so that `fastgrpo --help` loads nothing heavy; a module keeps heavy imports inside `run`. A subcommand that takes flags
-beyond its parser's (grpo: every field of its config) says `TAKES_OTHER_FLAGS = True` and finds them, unparsed and in order,
-in `args.other_flags`; the others refuse an unknown flag with the nearest name.
+Each subcommand is a module of this folder with `add_arguments(parser)` and `run(args) -> int`, imported when it is
+called for, so that `fastgrpo --help` loads nothing heavy; a module keeps heavy imports inside `run`. A subcommand that
+takes flags beyond its parser's (grpo: every field of its config) says `TAKES_OTHER_FLAGS = True` and finds them, unparsed
+and in order, in `args.other_flags`; the others refuse an unknown flag with the nearest name.
 
-Exit codes: 0 done; 1 a problem with the user's input or machine, said in one line; 2 a command line that does not parse;
-130 interrupted. Anything else is a bug of ours and keeps its traceback.
+Exit codes: 0 done; 1 a problem with the user's input or machine, said in one line; 2 a command line that does not
+parse; 130 interrupted. Anything else is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -37,12 +37,7 @@ class CommandParser(argparse.ArgumentParser):
     """An argument parser that takes no abbreviations and ends with one line, without the usage."""
 
     def __init__(self, prog: str, description: str) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

@@ -1,0 +1,185 @@
+"""The dispatcher and `fastgrpo generate`: what is parsed, what is printed, and how errors are said."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+from fastgrpo import cli
+from fastgrpo.cli import generate
+
+
+def exit_code(argv: list[str]) -> int:
+    try:
+        return cli.main(argv)
+    except SystemExit as stop:
+        assert isinstance(stop.code, int)
+        return stop.code
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["genrate"], "unknown command 'genrate'; did you mean generate?"),
+        (["xyzzy"], "unknown command 'xyzzy' (commands: grpo, generate"),
+        (
+            ["generate", "--model", "m", "--temprature", "1", "hi"],
+            "unknown flag --temprature; did you mean --temperature?",
+        ),
+        (
+            ["generate", "--model", "m", "--max-new-tokens=3"],
+            "unknown flag --max-new-tokens; did you mean --max_new_tokens?",
+        ),
+        (["generate", "--model", "m", "--qqqqqqq", "hi"], "unknown flag --qqqqqqq (see"),
+        (["generate", "--model", "m", "--temp", "1", "hi"], "unknown flag --temp"),  # no abbreviations
+        (["generate", "--model", "m", "--seed", "x", "hi"], "argument --seed: invalid int value: 'x'"),
+        (["generate", "hi"], "the following arguments are required: --model"),
+    ],
+)
+def test_a_wrong_command_line_exits_2_with_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(argv) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+    assert exit_code([]) == 2
+    assert exit_code(["--version"]) == 0
+    assert exit_code(["generate", "--help"]) == 0
+    assert "--temperature" in capsys.readouterr().out
+
+
+def with_command(monkeypatch: pytest.MonkeyPatch, run: object, **attributes: object) -> None:
+    """Let `fastgrpo doctor` be a command that does `run(args)`."""
+    module = types.SimpleNamespace(add_arguments=lambda parser: parser.add_argument("--known"), run=run, **attributes)
+    monkeypatch.setattr(cli, "command_module", lambda name: module)
+
+
+def raiser(error: BaseException) -> object:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+def test_a_users_error_is_one_line_and_exit_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FASTGRPO_TRACEBACK", raising=False)
+    with_command(monkeypatch, raiser(ValueError("top_p is 2; give 0 < top_p <= 1")))
+    assert exit_code(["doctor"]) == 1
+    assert capsys.readouterr().err == "fastgrpo: error: top_p is 2; give 0 < top_p <= 1\n"
+    with pytest.raises(ValueError, match="top_p"):
+        exit_code(["doctor", "--traceback"])
+    monkeypatch.setenv("FASTGRPO_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="top_p"):
+        exit_code(["doctor"])
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_command(monkeypatch, raiser(IndexError("ours")))
+    with pytest.raises(IndexError):
+        exit_code(["doctor"])
+
+
+def test_an_interrupt_exits_130_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_command(monkeypatch, raiser(KeyboardInterrupt()))
+    assert exit_code(["doctor"]) == 130
+    assert capsys.readouterr().err.strip() == "fastgrpo doctor: interrupted"
+
+
+def test_a_command_may_take_other_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+
+    def run(args: argparse.Namespace) -> int:
+        seen.append(args)
+        return 0
+
+    with_command(monkeypatch, run, TAKES_OTHER_FLAGS=True)
+    assert exit_code(["doctor", "--known", "1", "--beta", "0.1"]) == 0
+    assert seen[0].known == "1"
+    assert seen[0].other_flags == ["--beta", "0.1"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["hi", "there", "--model", "m", "--raw"],
+        ["--model", "m", "hi", "there", "--raw"],
+        ["--raw", "--model", "m", "hi", "there"],
+    ],
+)
+def test_prompts_stand_before_or_after_flags(argv: list[str]) -> None:
+    args = cli.parse_command("generate", argv)
+    assert args.prompts == ["hi", "there"]
+    assert args.raw and args.model == "m"
+
+
+def test_prompts_come_from_the_command_line_and_files(tmp_path: Path) -> None:
+    text = tmp_path / "p.txt"
+    text.write_text("one\n\ntwo\n")
+    assert generate.gather_prompts(["zero"], text) == ["zero", "one", "two"]
+    rows = tmp_path / "p.jsonl"
+    messages = [{"role": "user", "content": "two"}]
+    rows.write_text(json.dumps({"prompt": "one"}) + "\n" + json.dumps({"prompt": messages}) + "\n")
+    assert generate.gather_prompts([], rows) == ["one", messages]
+
+
+@pytest.mark.parametrize("line", ["{", '{"text": "x"}', "3", '{"prompt": 3}', '{"prompt": [{"role": "user"}]}'])
+def test_a_bad_prompt_line_is_named(line: str, tmp_path: Path) -> None:
+    rows = tmp_path / "p.jsonl"
+    rows.write_text('{"prompt": "fine"}\n' + line)
+    with pytest.raises(ValueError, match=r"p\.jsonl:2: .*prompt"):
+        generate.gather_prompts([], rows)
+
+
+def test_no_prompt_and_an_empty_prompt_are_refused() -> None:
+    with pytest.raises(ValueError, match="--prompt_file"):
+        generate.gather_prompts([], None)
+    with pytest.raises(ValueError, match="prompt 2 is empty"):
+        generate.gather_prompts(["a", ""], None)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def progress(rows_done: int, tokens: int) -> types.SimpleNamespace:
+    return types.SimpleNamespace(rows_done=rows_done, rows_total=4, tokens=tokens, elapsed_s=2.0)
+
+
+def test_the_bar_redraws_at_most_ten_times_a_second_and_clears() -> None:
+    now = [0.0]
+    screen = Terminal()
+    bar = generate.ProgressLine(screen, clock=lambda: now[0])
+    bar.update(progress(1, 50))
+    bar.update(progress(2, 60))  # too soon
+    assert "1/4 rows, 50 tokens, 25.0 tokens/s" in screen.getvalue()
+    assert "2/4" not in screen.getvalue()
+    now[0] = 0.2
+    bar.update(progress(3, 70))
+    assert "3/4 rows" in screen.getvalue()
+    bar.clear()
+    assert screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_the_bar_is_silent_in_a_pipe() -> None:
+    pipe = io.StringIO()
+    bar = generate.ProgressLine(pipe)
+    bar.update(progress(1, 50))
+    bar.clear()
+    assert pipe.getvalue() == ""

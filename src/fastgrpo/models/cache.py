@@ -1,0 +1,152 @@
+"""Keys and values of many sequences of different lengths, in tensors that are allocated once.
+
+This file is storage only: it knows nothing of masks, tokens or models' forward passes. Every row starts at slot 0 and
+has its own length, so nothing is ever padded, realigned or re-packed: to append is to write at a row's own slots, to
+rewind is to use a smaller length, and slots at or past a row's length are never read (their content is arbitrary but
+finite, which keeps a masked product from turning into NaN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What one token costs: `heads[i]` = (key/value heads, head size) of layer i."""
+
+    heads: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of one row takes over all layers, keys and values."""
+        return 2 * sum(heads * size for heads, size in self.heads) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The keys and values of one prompt, to be fanned out to the rows of its group.
+
+    `keys[i]`, `values[i]`: (kv_heads, length, head_size) of layer i.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    length: int
+
+
+class FreshKeys:
+    """The store of a prefill pass: nothing was there before, so what comes in is what is attended to.
+
+    After the pass, `prefix(i, length)` is the part of row i that is real (rows are padded on the right).
+    """
+
+    def __init__(self, layers: int):
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """keys, values: (rows, kv_heads, queries, head_size); returned as they are."""
+        self.keys[layer], self.values[layer] = keys, values
+        return keys, values
+
+    def prefix(self, row: int, length: int) -> Prefix:
+        """The first `length` tokens of row `row`."""
+        cut = [[t[row, :, :length] for t in side if t is not None] for side in (self.keys, self.values)]
+        return Prefix(cut[0], cut[1], length)
+
+
+class RaggedCache:
+    """Preallocated keys and values for `rows` sequences of up to `capacity` tokens each.
+
+    A pass works on the first n rows (the live ones): `open` says where its tokens go and how far it looks, and
+    `append`, called once a layer, writes them and returns what is visible. Rows leave by `move_row` of the last live
+    row into the hole and enter by `place` behind the last live one.
+    """
+
+    def __init__(self, layout: CacheLayout, rows: int, capacity: int):
+        self.layout, self.rows, self.capacity = layout, rows, capacity
+        # calloc'ed zeros: pages that no token reaches are never touched, and stale slots stay finite
+        shapes = [(rows, heads, capacity, size) for heads, size in layout.heads]
+        self.keys = [torch.zeros(shape, dtype=layout.dtype, device=layout.device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=layout.dtype, device=layout.device) for shape in shapes]
+        self._slots = torch.empty(0, dtype=torch.long, device=layout.device)
+        self._span = 0
+        self._index: dict[int, Tensor] = {}
+
+    def open(self, slots: Tensor, span: int) -> None:
+        """Prepare a pass over the first n rows.
+
+        slots: (n, queries) int64, the slot that each token's keys go to; span: number of slots the pass looks at.
+        """
+        self._slots, self._span, self._index = slots, span, {}
+
+    def _flat_index(self, kv_heads: int) -> Tensor:
+        # (n * kv_heads * queries,) rows of the cache seen as (rows * kv_heads * capacity, head_size); the same for all
+        # layers of equal head count, so it is made once a pass
+        if kv_heads not in self._index:
+            n = self._slots.shape[0]
+            heads = torch.arange(n * kv_heads, device=self._slots.device).view(n, kv_heads, 1)
+            self._index[kv_heads] = (heads * self.capacity + self._slots[:, None, :]).reshape(-1)
+        return self._index[kv_heads]
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys, values (n, kv_heads, queries, head_size); return views (n, kv_heads, span, head_size)."""
+        n, kv_heads, _, size = keys.shape
+        index = self._flat_index(kv_heads)
+        for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            store.view(-1, size).index_copy_(0, index, new.reshape(-1, size))
+        return self.keys[layer][:n, :, : self._span], self.values[layer][:n, :, : self._span]
+
+    def place(self, prefix: Prefix, first_row: int, count: int) -> None:
+        """Copy a prompt's keys and values to the start of `count` rows from `first_row` on."""
+        rows = slice(first_row, first_row + count)
+        for layer, (keys, values) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
+            self.keys[layer][rows, :, : prefix.length] = keys
+            self.values[layer][rows, :, : prefix.length] = values
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of row `source` over row `target`."""
+        for store in (*self.keys, *self.values):
+            store[target, :, :length] = store[source, :, :length]
+
+
+class _HuggingFaceLayer(CacheLayerMixin):
+    """One layer of either store behind the interface that transformers' attention modules call."""
+
+    def __init__(self, store: FreshKeys | RaggedCache, layer: int):
+        super().__init__()
+        self.store, self.layer, self.is_initialized = store, layer, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the store is allocated by its owner."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        return self.store.append(self.layer, key_states, value_states)
+
+    # The engine passes masks and position ids itself, so transformers needs no sizes; zero says "nothing was there".
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def as_hugging_face_cache(store: FreshKeys | RaggedCache, layers: int) -> Cache:
+    """A transformers `Cache` whose layers write to and read from `store`."""
+    return Cache(layers=[_HuggingFaceLayer(store, layer) for layer in range(layers)])
+
+
+def cache_positions(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """(n, 1) int64: the position, and slot, of the next token of each row."""
+    return torch.tensor(lengths, dtype=torch.long, device=device)[:, None]

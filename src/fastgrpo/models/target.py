@@ -1,0 +1,157 @@
+"""One interface to run any Hugging Face causal LM with rotary positions: prefill prompts, decode ragged rows.
+
+`open_target` picks the lean path of `lean.py` where it computes the same thing, and the model's own forward elsewhere.
+Either way the model is left as it was found: nothing of it is replaced, and its modes are restored after a generation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fastgrpo.models.attention import layer_windows, visible
+from fastgrpo.models.cache import CacheLayout, FreshKeys, Prefix, RaggedCache, as_hugging_face_cache
+from fastgrpo.models.lean import LeanDecoder
+
+
+class Target(Protocol):
+    """What the engine needs of a model."""
+
+    vocab_size: int
+    layout: CacheLayout
+
+    def session(self) -> Any:
+        """A context in which passes may run; reads the current weights on entry, restores the model on exit."""
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Prefix]]:
+        """Run whole prompts. Returns the logits after each one's last token, (n, vocab), and its keys and values."""
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int) -> Tensor:
+        """Run `tokens` at `positions`, both (n, queries), of the first n rows; slots equal positions.
+
+        span: how many slots to look at, at least the largest position + 1. Returns logits (n, queries, vocab).
+        """
+
+
+def open_target(model: nn.Module, *, dtype: torch.dtype | None = None, lean: bool = True) -> Target:
+    """A target over `model`, a Hugging Face causal LM, plain or under PEFT.
+
+    dtype: the precision of the passes, by default the model's. lean: False forces the model's own forward.
+    Raises ValueError for models whose state is not a cache of keys and values or that have no rotary positions.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(base).__name__} is not a Hugging Face causal language model: pass one loaded by AutoModelForCausalLM "
+            "(or wrapped by PEFT)."
+        )
+    if not any("rotary" in type(module).__name__.lower() for module in base.modules()):
+        raise ValueError(
+            f"{type(base).__name__} has no rotary position embedding, and the engine runs models with rotary positions "
+            "only: use a model of the llama, qwen, mistral or gemma kind."
+        )
+    layer_windows(base.config.get_text_config())
+    dtype = dtype or base.get_input_embeddings().weight.dtype
+    if lean and LeanDecoder.supports(base):
+        return LeanTarget(base, dtype)
+    return HuggingFaceTarget(model, base, dtype)
+
+
+def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and positions, both (n, longest) int64; short prompts are filled up with token 0 on the right."""
+    longest = max(len(prompt) for prompt in prompts)
+    rows = [list(prompt) + [0] * (longest - len(prompt)) for prompt in prompts]
+    positions = torch.arange(longest, device=device).expand(len(prompts), longest)
+    return torch.tensor(rows, dtype=torch.long, device=device), positions
+
+
+class LeanTarget:
+    """The lean path: the model itself is only read."""
+
+    def __init__(self, base: PreTrainedModel, dtype: torch.dtype):
+        self.decoder = LeanDecoder(base, dtype)
+        self.layout = self.decoder.layout()
+        self.vocab_size = base.get_output_embeddings().weight.shape[0]
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        with torch.no_grad():
+            self.decoder.refresh()
+            yield
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Prefix]]:
+        tokens, positions = _pad(prompts, self.layout.device)
+        store = FreshKeys(len(self.layout.heads))
+        hidden = self.decoder.hidden(tokens, positions, store, span=None)
+        last = hidden[torch.arange(len(prompts)), [len(prompt) - 1 for prompt in prompts]]
+        return self.decoder.head(last), [store.prefix(i, len(prompt)) for i, prompt in enumerate(prompts)]
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int) -> Tensor:
+        cache.open(positions, span)
+        hidden = self.decoder.hidden(tokens, positions, cache, span)
+        return self.decoder.head(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+
+
+class HuggingFaceTarget:
+    """The general path: the model's own forward with our cache, explicit positions and explicit masks."""
+
+    def __init__(self, model: nn.Module, base: PreTrainedModel, dtype: torch.dtype):
+        self.model, self.config = model, base.config.get_text_config()
+        weight = base.get_input_embeddings().weight
+        # another precision needs weights of its own: a copy, filled again at every generation
+        self.runner = model if dtype == weight.dtype else copy.deepcopy(model).to(dtype)
+        self.windows = layer_windows(self.config)
+        size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        kv_heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        self.layout = CacheLayout(((kv_heads, size),) * self.config.num_hidden_layers, dtype, weight.device)
+        self.vocab_size = base.get_output_embeddings().weight.shape[0]
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        training = [module for module in self.runner.modules() if module.training]
+        if self.runner is not self.model:
+            for ours, theirs in zip(self.runner.parameters(), self.model.parameters(), strict=True):
+                ours.data.copy_(theirs.data)
+        self.runner.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def _run(self, tokens: Tensor, positions: Tensor, store: FreshKeys | RaggedCache, span: int, keep: Any) -> Tensor:
+        slots = torch.arange(span, device=tokens.device)
+        masks = {window: visible(positions, slots, window)[:, None] for window in dict.fromkeys(self.windows)}
+        mask: Any = masks[self.windows[0]]
+        if len(masks) > 1:
+            kinds = dict(zip(self.config.layer_types, self.windows, strict=True))
+            mask = {kind: masks[window] for kind, window in kinds.items()}
+        output = self.runner(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            cache=as_hugging_face_cache(store, len(self.windows)),
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        return output.logits
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Prefix]]:
+        tokens, positions = _pad(prompts, self.layout.device)
+        store = FreshKeys(len(self.windows))
+        ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=tokens.device)
+        keep, which = ends.unique(return_inverse=True)
+        logits = self._run(tokens, positions, store, tokens.shape[1], keep)
+        last = logits[torch.arange(len(prompts)), which]
+        return last, [store.prefix(i, len(prompt)) for i, prompt in enumerate(prompts)]
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int) -> Tensor:
+        cache.open(positions, span)
+        return self._run(tokens, positions, cache, span, 0)

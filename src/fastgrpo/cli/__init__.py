@@ -2,8 +2,8 @@
 
 Each subcommand is a module of this folder with `add_arguments(parser)` and `run(args) -> int`, imported when it is
 called for, so that `fastgrpo --help` loads nothing heavy; a module keeps heavy imports inside `run`. A subcommand that
-takes flags beyond its parser's (grpo: every field of its config) says `TAKES_OTHER_FLAGS = True` and finds them, unparsed
-and in order, in `args.other_flags`; the others refuse an unknown flag with the nearest name.
+takes flags beyond its parser's (grpo: every field of its config) says `TAKES_OTHER_FLAGS = True` and finds them,
+unparsed and in order, in `args.other_flags`; the others refuse an unknown flag with the nearest name.
 
 Exit codes: 0 done; 1 a problem with the user's input or machine, said in one line; 2 a command line that does not
 parse; 130 interrupted. Anything else is a bug of ours and keeps its traceback.

@@ -1,4 +1,4 @@
-"""`fastgrpo doctor`: what is installed, what this machine is fast at, and what is missing. Paste it into bug reports."""
+"""`fastgrpo doctor`: what is installed, what the machine is fast at, what is missing. Paste it into bug reports."""
 
 from __future__ import annotations
 

@@ -128,7 +128,9 @@ class _HuggingFaceLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the store is allocated by its owner."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         return self.store.append(self.layer, key_states, value_states)
 
     # The engine passes masks and position ids itself, so transformers needs no sizes; zero says "nothing was there".

@@ -213,7 +213,9 @@ class LeanDecoder:
         gate, up = layer.gate_up(h).chunk(2, dim=-1)
         return layer.down(self.activation(gate) * up)
 
-    def _project(self, layer: _Layer, h: Tensor, n: int, queries: int, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _project(
+        self, layer: _Layer, h: Tensor, n: int, queries: int, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         # (n, queries, heads + kv_heads, size) rotated queries and keys; (n, queries, kv_heads, size) values
         qkv = layer.qkv(h).view(n, queries, self.heads + 2 * self.kv_heads, self.size)
         qk, value = qkv[..., : self.heads + self.kv_heads, :], qkv[..., self.heads + self.kv_heads :, :]

@@ -1,0 +1,45 @@
+"""How many rows fit into memory: planned before the first token, and said when it is fewer than asked for."""
+
+from __future__ import annotations
+
+import warnings
+
+import psutil
+import torch
+
+from fastgrpo.models.cache import CacheLayout
+
+# Of the memory that is free now; the rest is for activations, logits and what else the process does.
+_SHARE = 0.8
+_GIB = 1 << 30
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on a device now."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return psutil.virtual_memory().available
+
+
+def plan_slots(layout: CacheLayout, wanted: int, rows: int, capacity: int) -> int:
+    """The number of rows to decode at once: `wanted`, no more than `rows`, no more than fit.
+
+    capacity: tokens per row. Raises MemoryError with the numbers when not even one row fits.
+    """
+    wanted = min(wanted, rows)
+    per_row = layout.bytes_per_token * capacity
+    budget = int(_SHARE * free_bytes(layout.device))
+    fitting = budget // per_row
+    if fitting < 1:
+        raise MemoryError(
+            f"the keys and values of one row of {capacity} tokens take {per_row / _GIB:.2f} GiB, and {budget / _GIB:.2f} GiB "
+            "may be used: lower max_new_tokens, or use a smaller model or dtype."
+        )
+    if fitting < wanted:
+        warnings.warn(
+            f"{wanted} rows of {capacity} tokens need {wanted * per_row / _GIB:.2f} GiB of keys and values, and "
+            f"{budget / _GIB:.2f} GiB may be used: {fitting} rows decode at once, the others wait.",
+            stacklevel=3,
+        )
+    return min(wanted, fitting)

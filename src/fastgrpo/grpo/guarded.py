@@ -1,0 +1,163 @@
+"""Calls a function in a process of its own, which can be stopped whatever the function is doing.
+
+It exists because answers written by a language model reach a computer algebra system: some of them (a tower of powers,
+a huge factorial) run for hours inside C code, or ask for all the memory. A signal alarm in the training process cannot
+interrupt C code, works in the main thread only, and would take the alarm away from everyone else. A worker process can
+be ended at any time, from any thread, and costs about a tenth of a millisecond a call.
+
+The worker is started as ``python -m fastgrpo.grpo.guarded``, not by ``multiprocessing``: a user's script is then never
+imported a second time, and no CUDA state is forked. It is not a pool and not a sandbox: it runs our own functions.
+It needs POSIX (interval timers on CPU time).
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from typing import IO, Any
+
+# For one call. CPU time, not wall time: how busy the machine is must not decide a reward.
+CPU_LIMIT_S = 5.0
+MEMORY_LIMIT_BYTES = 4 << 30  # of address space
+
+
+class GuardedCallError(Exception):
+    """The function raised, ran past its limit of CPU time, or took the worker down; the message says which."""
+
+
+class GuardedWorker:
+    """One worker process, started at the first call and again after each call that took it down.
+
+    Calls from several threads take turns. A child made by ``os.fork`` starts a worker of its own.
+    """
+
+    def __init__(self, cpu_limit_s: float = CPU_LIMIT_S):
+        self.cpu_limit_s = cpu_limit_s
+        self._process: subprocess.Popen[str] | None = None
+        self._owner_pid = 0
+        self._lock = threading.Lock()
+
+    def call(self, function: str, *args: Any) -> Any:
+        """Return ``function(*args)``; ``function`` is ``"module:name"``, arguments and result are plain JSON values.
+
+        The module is imported before the clock starts. Raises GuardedCallError when the function raised, ran past the
+        limit or ended the process, and ImportError when it cannot be imported (the fault of the installation, not of
+        the arguments).
+        """
+        request = json.dumps([function, args, self.cpu_limit_s])
+        with self._lock:
+            reply = self._exchange(request)
+        if reply is None:
+            raise GuardedCallError(f"ran past {self.cpu_limit_s:g} s of CPU time, or ended its process")
+        if "missing" in reply:
+            raise ImportError(f"{function} cannot be imported by the scoring process: {reply['missing']}")
+        if "raised" in reply:
+            raise GuardedCallError(reply["raised"])
+        return reply["value"]
+
+    def close(self) -> None:
+        """End the worker; a later call starts a new one."""
+        process, self._process = self._process, None
+        if process is None or self._owner_pid != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _exchange(self, request: str) -> dict[str, Any] | None:
+        """Send one line and read one; None when the worker died on it."""
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        except BaseException:
+            # Interrupted between question and answer: the next reader would get this answer. Start afresh.
+            self.close()
+            raise
+        if not line:
+            self.close()
+            return None
+        return json.loads(line)
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is not None and self._owner_pid == os.getpid() and self._process.poll() is None:
+            return self._process
+        self.close()
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        )
+        self._process, self._owner_pid = process, os.getpid()
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            self.close()
+            # Without this check a broken installation would look like a stream of wrong answers.
+            raise RuntimeError(
+                f"the scoring process did not start ({sys.executable} -m {__name__}); run that command to see its error"
+            )
+        return process
+
+
+_SHARED = GuardedWorker()
+atexit.register(_SHARED.close)
+
+
+def guarded_call(function: str, *args: Any) -> Any:
+    """``GuardedWorker.call`` on the worker that this process shares between its callers."""
+    return _SHARED.call(function, *args)
+
+
+def _answer(function: str, args: list[Any], cpu_limit_s: float) -> dict[str, Any]:
+    module_name, _, name = function.partition(":")
+    try:
+        target = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        return {"missing": str(error)}
+    # The signal's default action ends the process, also when it is deep inside C code; no Python handler is needed.
+    signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
+    try:
+        return {"value": target(*args)}
+    except Exception as error:  # any exception is the answer to the question that was asked
+        return {"raised": f"{type(error).__name__}: {error}"[:300]}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _serve(requests: IO[str], replies: IO[str]) -> None:
+    for line in requests:
+        reply = _answer(*json.loads(line))
+        try:
+            text = json.dumps(reply)
+        except (TypeError, ValueError) as error:
+            text = json.dumps({"raised": f"{type(error).__name__}: {error}"[:300]})
+        replies.write(text + "\n")
+        replies.flush()
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business; the worker ends when its input does
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    logging.disable(logging.WARNING)  # libraries warn that no timeout is set: the timer above is the timeout
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints goes to stderr, not between the replies
+    replies.write("ready\n")
+    replies.flush()
+    _serve(sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,188 @@
+r"""Reward functions in TRL's protocol, and ``load_reward``, which finds one by name.
+
+Each is written for one row, ``score(text, row) -> float | None``, and made into a batch function by ``rowwise``. None
+means "does not apply" (TRL leaves it out). No reward is ever given for a gold answer that cannot be read, and a
+response that makes a scorer raise or run without end scores 0 and is counted. Truncated responses are scored like any
+other text. This file knows nothing about trainers or tokenizers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from fastgrpo.grpo.answers import extract_answer, is_plain_number, last_number, normalise_answer
+from fastgrpo.grpo.guarded import GuardedCallError, guarded_call
+
+Row = Mapping[str, Any]  # a dataset row without its prompt: column -> value
+RewardFunction = Callable[..., list[float | None]]
+
+
+@dataclass
+class Failures:
+    """Responses that a scorer could not finish, since the start of the process; each scored 0."""
+
+    total: int = 0
+    last: str = ""
+
+
+def rowwise(score: Callable[[str, Row], float | None]) -> RewardFunction:
+    """Turn a function of one response and its row into a TRL reward function of the same name.
+
+    The result takes ``completions`` (texts, or lists of messages) and the dataset's columns as keywords. It has two
+    attributes: ``score_row``, the function of one row (it may run anywhere: the rows do not know of each other), and
+    ``failures``. Where TRL passes ``log_metric``, the number of failures of the batch is logged as
+    ``rewards/<name>/failures``.
+    """
+
+    def reward(
+        completions: Sequence[Any], log_metric: Callable[[str, float], None] | None = None, **columns: Any
+    ) -> list[float | None]:
+        count = len(completions)
+        names = [name for name, values in columns.items() if isinstance(values, list | tuple) and len(values) == count]
+        rewards: list[float | None] = []
+        failed = 0
+        for index, completion in enumerate(completions):
+            try:
+                rewards.append(score(completion_text(completion), {name: columns[name][index] for name in names}))
+            except GuardedCallError as error:
+                rewards.append(0.0)
+                failed += 1
+                failures.total, failures.last = failures.total + 1, str(error)
+        if log_metric is not None:
+            log_metric(f"rewards/{score.__name__}/failures", float(failed))
+        return rewards
+
+    failures = Failures()
+    functools.update_wrapper(reward, score)
+    del reward.__wrapped__  # type: ignore[attr-defined]  # the signature that callers see is the batch function's
+    reward.score_row = score  # type: ignore[attr-defined]
+    reward.failures = failures  # type: ignore[attr-defined]
+    return reward
+
+
+def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a response: itself, or what the assistant wrote in its messages (tool results left out)."""
+    if isinstance(completion, str):
+        return completion
+    parts: list[str] = []
+    for message in completion:
+        content = message.get("content")
+        if message.get("role", "assistant") != "assistant" or content is None:
+            continue
+        if isinstance(content, str):
+            parts.append(content)
+        else:
+            parts.extend(part["text"] for part in content if isinstance(part.get("text"), str))
+    return "\n".join(parts)
+
+
+@rowwise
+def accuracy_reward(text: str, row: Row) -> float | None:
+    r"""1 if the final answer (``\boxed{}``, else "the final answer is $...$") equals the gold answer, else 0.
+
+    By math-verify. The gold answer is the column ``answer``, else ``solution``. None when it does not parse.
+    """
+    gold = _gold(row, "accuracy_reward")
+    if gold is None:
+        return None
+    same = guarded_call("fastgrpo.grpo.math_answers:agrees", gold, text)
+    return None if same is None else float(same)
+
+
+@rowwise
+def format_reward(text: str, row: Row) -> float | None:
+    r"""1 if the response ends its thoughts once, on a line of its own (exactly one ``\n</think>\n``), else 0."""
+    return float(text.count("\n</think>\n") == 1)
+
+
+@rowwise
+def number_reward(text: str, row: Row) -> float | None:
+    """1 if the last number in the response equals the gold answer, else 0; None when the gold answer is no number."""
+    gold = _gold(row, "number_reward")
+    if gold is None or not is_plain_number(gold):
+        return None
+    return float(last_number(text) == Decimal(gold))
+
+
+@rowwise
+def reasoning_gym_reward(text: str, row: Row) -> float | None:
+    r"""The task's own score, 0 to 1, of the response's answer; None for rows that are not from reasoning-gym.
+
+    The answer is the last ``<answer>`` tag, else the last ``\boxed{}``, else the last number (if the gold answer is a
+    number), else the last line that is not blank: correctness counts, not form. Some tasks give partial credit.
+    """
+    entry = row.get("entry")
+    if not entry:
+        return None
+    answer = extract_answer(text, numeric=is_plain_number(str(row.get("answer") or "")))
+    return float(guarded_call("fastgrpo.grpo.gym_tasks:score", entry, answer))
+
+
+REWARDS: dict[str, RewardFunction] = {
+    "accuracy": accuracy_reward,
+    "format": format_reward,
+    "number": number_reward,
+    "reasoning_gym": reasoning_gym_reward,
+}
+
+
+def load_reward(name: str) -> RewardFunction:
+    """A reward function by its short name here, or any TRL reward function by path: ``module:function`` or with dots.
+
+    The current folder is searched for modules first. Raises ValueError when there is no such function (with the nearest
+    name) or it is not callable, ImportError when its module is not found.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    module_name, separator, attribute = name.partition(":")
+    if not separator:
+        module_name, separator, attribute = name.rpartition(".")
+    if not module_name or not attribute:
+        near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"there is no reward {name!r}; choose from {', '.join(REWARDS)}, or give a path like my_rewards:length."
+            f"{hint}"
+        )
+    function = _import_attribute(name, module_name, attribute)
+    if not callable(function):
+        raise ValueError(f"reward {name!r} is a {type(function).__name__}, not a function; name a callable.")
+    return function
+
+
+def _import_attribute(name: str, module_name: str, attribute: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # a command installed as a script does not search the current folder
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"reward {name!r}: module {error.name!r} is not found; check the spelling, or run in its folder."
+        ) from error
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, dir(module), n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"reward {name!r}: {module_name} ({module.__file__}) has no {attribute!r}.{hint}")
+    return getattr(module, attribute)
+
+
+def _gold(row: Row, reward: str) -> str | None:
+    """The normalised gold answer of a row; None when it holds none that can be read."""
+    column = next((name for name in ("answer", "solution") if name in row), None)
+    if column is None:
+        raise ValueError(
+            f"{reward} needs the dataset column 'answer' or 'solution', and the dataset has {', '.join(row) or 'none'}."
+        )
+    try:
+        return normalise_answer(row[column])
+    except ValueError:
+        return None

@@ -1,0 +1,162 @@
+"""FastGRPOConfig: TRL's GRPOConfig, three fields for the rollouts, and checks that refuse what cannot be honoured.
+
+Holds no model code. Every sampling field of GRPOConfig is either honoured by the rollout engine or refused here by
+name; nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.utils import is_torch_bf16_gpu_available
+from trl import GRPOConfig
+
+ROLLOUT_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+# The keys of generation_kwargs that the engine has a meaning for; they override the config's field, as in TRL.
+MERGED_GENERATION_KWARGS = ("top_p", "top_k", "min_p", "repetition_penalty")
+
+_GONE = {
+    "max_prompt_length": (
+        "max_prompt_length does not exist any more: TRL 1.16 never truncates prompts. Remove it, and filter long "
+        "prompts out of the dataset instead."
+    ),
+}
+
+
+def unknown_name_message(name: str, known: Iterable[str], what: str) -> str:
+    """What to say about a `name` that is no `what` ("field of FastGRPOConfig"), with the nearest known name."""
+    if name in _GONE:
+        return _GONE[name]
+    close = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.6)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{name!r} is not a {what}.{hint}"
+
+
+@dataclass
+class FastGRPOConfig(GRPOConfig):
+    """GRPOConfig with what FastGRPO adds. Every field of TRL keeps its name, meaning and default.
+
+    One default is resolved differently: `bf16` left unset means mixed precision only where an accelerator supports it,
+    so that a config made on a CPU is one that trains there (TRL sets it everywhere and then refuses the machine).
+
+    Args:
+        rollout_slots: how many sequences are decoded at once (rows); more requests wait. None leaves it to the engine.
+        rollout_dtype: precision of the rollouts: "float32", "bfloat16" or "float16". None is the precision of training
+            (the mixed-precision type, else that of the weights). Another precision than training's turns on the
+            correction: advantages times min(exp(trainer log-prob - sampler log-prob), rollout_correction_cap).
+        rollout_correction_cap: that cap, at least 1.
+
+    Raises:
+        TypeError: an unknown field, with the nearest name.
+        ValueError: a field that the rollout engine cannot honour, with the remedy.
+    """
+
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Mixed precision in bfloat16. Unset: where an accelerator supports it."},
+    )
+    rollout_slots: int | None = field(
+        default=None,
+        metadata={"help": "Sequences decoded at once; more wait for a free slot. Unset: the engine decides."},
+    )
+    rollout_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Precision of the rollouts: float32, bfloat16 or float16. Unset: the precision of training. "
+            "Another one turns on the correction of the difference."
+        },
+    )
+    rollout_correction_cap: float = field(
+        default=2.0,
+        metadata={"help": "Cap of the weight exp(trainer log-prob - sampler log-prob) when rollout_dtype is another."},
+    )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> FastGRPOConfig:
+        # The dataclass' own __init__ would name the unknown field too, but not the one that was meant.
+        known = [f.name for f in dataclasses.fields(cls)] if kwargs else []
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(unknown_name_message(name, known, "field of FastGRPOConfig"))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        _refuse_other_engines(self)
+        super().__post_init__()
+        _check_rollout_fields(self)
+        _check_generation_kwargs(self.generation_kwargs or {}, temperature=self.temperature)
+
+
+def _refuse_other_engines(config: FastGRPOConfig) -> None:
+    """Settings that choose another engine; before TRL's own checks, whose messages would send users there."""
+    if config.use_vllm:
+        raise ValueError(
+            "use_vllm=True asks for another rollout engine than FastGRPO's own. Set use_vllm=False, or use "
+            "trl.GRPOTrainer for rollouts by vLLM."
+        )
+    for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}=True asks for another rollout engine than FastGRPO's own, which already lets finished rows "
+                f"leave and waiting ones enter. Remove {name}; rollout_slots sets how many rows are live."
+            )
+    if config.cache_implementation is not None:
+        raise ValueError(
+            f"cache_implementation={config.cache_implementation!r} cannot be honoured: FastGRPO's rollouts use their "
+            "own key-value cache. Remove it."
+        )
+
+
+def _check_rollout_fields(config: FastGRPOConfig) -> None:
+    if config.rollout_slots is not None and config.rollout_slots < 1:
+        raise ValueError(
+            f"rollout_slots={config.rollout_slots} must be at least 1. Raise it, or leave it unset: the engine decides."
+        )
+    if config.rollout_dtype is not None and config.rollout_dtype not in ROLLOUT_DTYPES:
+        raise ValueError(
+            f"rollout_dtype={config.rollout_dtype!r} must be one of {', '.join(ROLLOUT_DTYPES)}. Leave it unset for "
+            "the precision of training."
+        )
+    if not config.rollout_correction_cap >= 1:
+        raise ValueError(
+            f"rollout_correction_cap={config.rollout_correction_cap} must be at least 1, or tokens on which sampler "
+            "and trainer agree would be weighted down. 2.0 is the default."
+        )
+    if not config.temperature > 0:
+        raise ValueError(
+            f"temperature={config.temperature} must be above 0: TRL's loss divides the logits by it, and greedy "
+            "responses of one prompt are all the same, so they carry no advantage. 1.0 is the default."
+        )
+    if config.max_completion_length is None or config.max_completion_length < 1:
+        raise ValueError(
+            f"max_completion_length={config.max_completion_length} must be a number of tokens, at least 1. 512 is the "
+            "default."
+        )
+
+
+def _check_generation_kwargs(kwargs: Mapping[str, Any], *, temperature: float) -> None:
+    for key, value in kwargs.items():
+        if key in MERGED_GENERATION_KWARGS or (key == "do_sample" and value):
+            continue
+        if key == "temperature":
+            if value == temperature:
+                continue
+            remedy = f"the loss would still divide by temperature={temperature}; set temperature={value} itself"
+        elif key in ("max_new_tokens", "max_length"):
+            remedy = f"set max_completion_length={value} itself"
+        elif key == "do_sample":
+            remedy = "GRPO needs sampled responses; remove it"
+        else:
+            remedy = f"the engine has no such setting (it takes {', '.join(MERGED_GENERATION_KWARGS)}); remove it"
+        raise ValueError(f"generation_kwargs key {key!r} ({value!r}) cannot be honoured: {remedy}.")

@@ -1,7 +1,7 @@
 """What is installed, what this machine is fast at, and what is missing, as data and as text.
 
-Versions come from package metadata, so that a package that does not import is still reported. Speed is measured, with one
-small matrix product per precision, because flags promise more than kernels keep. Nothing is changed or downloaded.
+Versions come from package metadata, so that a package that does not import is still reported. Speed is measured, with
+one small matrix product per precision, because flags promise more than kernels keep. Nothing is changed or downloaded.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tiny import ARCHITECTURES, EOS_ID, VOCAB_SIZE, WINDOW, tiny_checkpoint, tiny_model, tiny_tokenizer
 
 LENGTH = 24

@@ -38,7 +38,7 @@ _LOGIT_STD = 2.4  # of logits over unit-variance features: about 2.4 nats of ent
 
 
 def tiny_config(arch: str, *, vocab_size: int = VOCAB_SIZE) -> PretrainedConfig:
-    """A config with 4 query and 2 key heads, hidden size 32 and 3 layers (mistral: 2); qwen3's heads are 16 wide, not 8."""
+    """4 query and 2 key heads, hidden size 32, 3 layers (mistral: 2); qwen3's heads are 16 wide, not 8."""
     common = {
         "vocab_size": vocab_size,
         "hidden_size": 32,

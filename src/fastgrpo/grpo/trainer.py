@@ -24,7 +24,6 @@ from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
 
-import fastgrpo
 from fastgrpo.config import ROLLOUT_DTYPES, FastGRPOConfig
 from fastgrpo.grpo.accounting import Account, StepClock, write_json
 from fastgrpo.grpo.rollouts import RolloutBar, RowLedger, check_correctable, precision_correction, sampling_params
@@ -313,7 +312,7 @@ class FastGRPOTrainer(GRPOTrainer):
 
     def summary(self) -> dict[str, Any]:
         """What summary.json holds: steps, tokens, seconds, shares, ceiling of faster sampling, rewards, settings."""
-        packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+        packages = ("fastgrpo", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
         return {
             **self._account.summary(),
             "engine": {
@@ -328,7 +327,6 @@ class FastGRPOTrainer(GRPOTrainer):
             "processes": self.accelerator.num_processes,
             "device": self.accelerator.device.type,
             "versions": {
-                "fastgrpo": fastgrpo.__version__,
                 "python": platform.python_version(),
                 **{name: version(name) for name in packages},
             },

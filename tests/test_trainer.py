@@ -13,7 +13,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
-from tiny import EOS_ID, tiny_model, tiny_tokenizer
+from tiny import EOS_ID, PAD_ID, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOConfig
 
 from fastgrpo.config import FastGRPOConfig
@@ -34,7 +35,9 @@ def distinct_characters(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(set(text))) for text in completions]
 
 
-def make_trainer(folder: Path, arch: str = "qwen2", *, peft: Any = None, **settings: Any) -> FastGRPOTrainer:
+def make_trainer(
+    folder: Path, model: str | PreTrainedModel = "qwen2", *, peft: Any = None, **settings: Any
+) -> FastGRPOTrainer:
     """A trainer over a tiny model: 4 rows (1 prompt) per step unless told otherwise."""
     others = {name: settings.pop(name) for name in ("rollout_func", "reward_funcs", "eval_dataset") if name in settings}
     defaults = {
@@ -50,7 +53,7 @@ def make_trainer(folder: Path, arch: str = "qwen2", *, peft: Any = None, **setti
         "seed": 7,
     }
     return FastGRPOTrainer(
-        tiny_model(arch),
+        tiny_model(model) if isinstance(model, str) else model,
         **{"reward_funcs": distinct_characters, **others},
         args=FastGRPOConfig(str(folder), **{**defaults, **settings}),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
@@ -346,6 +349,38 @@ def test_another_precision_weights_the_advantages_and_says_by_how_much(tmp_path:
     mask = output["completion_mask"].bool()
     torch.testing.assert_close(output["advantages"][mask], (advantages * ratio)[mask])
     assert trainer.model.training
+
+
+def olmo() -> PreTrainedModel:
+    """A family without a lean path, so that the engine runs the model's own forward."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    ids = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo2", **sizes, **heads, **ids))
+    for weight in model.parameters():
+        weight.data.mul_(20 if weight.dim() == 2 else 1)  # from nearly uniform to a law that depends on the context
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest"),
+    [({}, 1e-4), ({"rollout_dtype": "bfloat16"}, 0.5), ({"bf16": True, "rollout_dtype": "float32"}, 0.5)],
+    ids=["equal", "bf16 rollouts", "fp32 rollouts under mixed precision"],
+)
+def test_the_general_path_runs_the_current_weights_in_its_own_precision(
+    tmp_path: Path, settings: dict[str, Any], largest: float
+) -> None:
+    """accelerate and TRL replace `forward` on the instance; a copy that kept theirs would run other weights."""
+    trainer = make_trainer(tmp_path, olmo(), learning_rate=1e-2, max_steps=3, **settings)
+    trainer.train()
+    trainer.model.train()
+    forward = trainer.model.forward
+    output = trainer._generate_and_score_completions(rows(trainer))
+    assert trainer.model.forward == forward
+    difference = (trainer._trainer_logprobs(output) - output["sampling_per_token_logps"]).abs()
+    mean = difference[output["completion_mask"].bool()].mean()
+    assert (mean > 1e-3) == bool(settings) and mean < largest, f"mean difference {mean}"
+    assert trainer._engine is not None and trainer._engine.target.layout.dtype == trainer._rollout_dtype
 
 
 def test_the_correction_is_the_capped_ratio_where_the_policy_wrote_and_one_elsewhere() -> None:

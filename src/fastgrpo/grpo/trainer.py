@@ -126,14 +126,25 @@ class FastGRPOTrainer(GRPOTrainer):
         return unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
 
     @contextmanager
-    def _gathered_weights(self) -> Iterator[None]:
-        """Whole weights on this rank, gathered once per generation: ranks finish their rows at different times."""
+    def _model_for_rollout(self) -> Iterator[PreTrainedModel]:
+        """The model with whole weights on this rank and its class's own forward.
+
+        Weights are gathered once per generation, because ranks finish their rows at different times. accelerate and TRL
+        hang forwards of theirs (autocast, fused head) on the instance, bound to it: a copy of the model in another
+        precision would run the original's weights, and a rollout in full precision would be autocast.
+        """
         if self._dist.is_zero3:
-            with unwrap_model_for_generation(self.model_wrapped, self.accelerator):
-                yield
+            gathered: Any = unwrap_model_for_generation(self.model_wrapped, self.accelerator)
         else:
-            with self._dist.summon_full_params(self.model_wrapped, recurse=True, writeback=False):
-                yield
+            gathered = self._dist.summon_full_params(self.model_wrapped, recurse=True, writeback=False)
+        with gathered:
+            model = self._base_model()
+            patched = vars(model).pop("forward", None)
+            try:
+                yield model
+            finally:
+                if patched is not None:
+                    model.forward = patched
 
     # The seam
 
@@ -194,10 +205,10 @@ class FastGRPOTrainer(GRPOTrainer):
 
     def _rollout(self, prompts: list[list[int]], *, uids: list[int], limits: list[int]) -> Rollout:
         bar = RolloutBar(wanted=self.accelerator.is_main_process and not self.args.disable_tqdm)
-        with self._account.phase("rollout"), self._gathered_weights():
+        with self._account.phase("rollout"), self._model_for_rollout() as model:
             if self._engine is None:
                 other = None if self._rollout_dtype == self._weights_dtype else self._rollout_dtype
-                self._engine = Engine(self._base_model(), slots=self.args.rollout_slots, dtype=other)
+                self._engine = Engine(model, slots=self.args.rollout_slots, dtype=other)
             try:
                 return self._engine.generate(
                     prompts,

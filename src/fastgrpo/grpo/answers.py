@@ -14,8 +14,8 @@ MAX_ANSWER_CHARS = 200  # the longest answer in MATH-500 has 53; what is longer 
 
 _ABSENT = {"", "nan", "none", "null", "n/a"}
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)")
-_GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)")
+_GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 # A minus counts as a sign only where it cannot be a subtraction: "2-3" ends in 3, "= -3" in -3.
 _NUMBER_IN_TEXT = re.compile(r"(?:(?<![\w.)\]}])[-\u2212])?(?<![\d.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)

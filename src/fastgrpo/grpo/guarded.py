@@ -25,7 +25,7 @@ import threading
 from typing import IO, Any
 
 # For one call. CPU time, not wall time: how busy the machine is must not decide a reward.
-CPU_LIMIT_S = 5.0
+CPU_LIMIT_S = 2.0
 MEMORY_LIMIT_BYTES = 4 << 30  # of address space
 
 

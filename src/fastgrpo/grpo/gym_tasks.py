@@ -60,6 +60,8 @@ def make_items(
     ``taken`` grows by each question given out. Fewer rows come back when the task has too few different items. Raises
     ValueError when the task refuses its settings.
     """
+    if size == 0:
+        return
     tries = size * TRIES_PER_ITEM
     full = {**settings, "seed": stream_seed(task, stream, seed), "size": tries}
     try:

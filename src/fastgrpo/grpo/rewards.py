@@ -46,7 +46,11 @@ def rowwise(score: Callable[[str, Row], float | None]) -> RewardFunction:
         completions: Sequence[Any], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float | None]:
         count = len(completions)
-        names = [name for name, values in columns.items() if isinstance(values, list | tuple) and len(values) == count]
+        names = [
+            name
+            for name, values in columns.items()
+            if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
+        ]
         rewards: list[float | None] = []
         failed = 0
         for index, completion in enumerate(completions):

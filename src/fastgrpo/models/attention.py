@@ -24,8 +24,8 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
     for kind in types:
         if kind not in known:
             raise ValueError(
-                f"{config.model_type} has a layer of type {kind!r}, but the engine keeps and rewinds keys and values only: "
-                "use a model whose layers are all full_attention or sliding_attention."
+                f"{config.model_type} has a layer of type {kind!r}, but the engine keeps and rewinds keys and "
+                "values only: use a model whose layers are all full_attention or sliding_attention."
             )
     return [known[kind] for kind in types]
 

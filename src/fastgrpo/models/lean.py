@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from fastgrpo.models.attention import as_bias, causal_attention, grouped_attention, layer_windows, visible
@@ -25,8 +25,8 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 _PACK_FOR_TOKENS = 32
 
 
-def adapters(module: nn.Module) -> list[tuple[Tensor, Tensor, float]] | None:
-    """The active LoRA pairs (A, B, scale) of a PEFT layer, [] for a plain one; None where there is more to it than that."""
+def adapters(module: Any) -> list[tuple[Tensor, Tensor, float]] | None:
+    """The active LoRA pairs (A, B, scale) of a PEFT layer, [] for a plain one; None where there is more to it."""
     if type(module) is nn.Linear:
         return []
     base, active = getattr(module, "base_layer", None), getattr(module, "active_adapters", None)
@@ -49,7 +49,7 @@ class Linear:
     so it is applied beside the product, as PEFT does.
     """
 
-    def __init__(self, modules: list[nn.Module], dtype: torch.dtype):
+    def __init__(self, modules: list[Any], dtype: torch.dtype):
         bases = [getattr(module, "base_layer", module) for module in modules]
         self.weights = [base.weight.detach().to(dtype) for base in bases]
         biases = [base.bias for base in bases]
@@ -116,7 +116,7 @@ class _Layer:
 class LeanDecoder:
     """Runs a supported model over either store of `cache.py`. Never touches the model; `refresh` reads its weights."""
 
-    def __init__(self, base: PreTrainedModel, dtype: torch.dtype):
+    def __init__(self, base: Any, dtype: torch.dtype):
         config = base.config
         self.base, self.dtype = base, dtype
         self.gemma = config.model_type.startswith("gemma3")
@@ -131,7 +131,7 @@ class LeanDecoder:
         self.layers: list[_Layer] = []
 
     @staticmethod
-    def supports(base: PreTrainedModel) -> bool:
+    def supports(base: Any) -> bool:
         """Whether this file computes what `base` would: a known family, plain or LoRA linears, nothing soft-capped."""
         if type(base).__name__ not in FAMILIES or not type(base).__module__.startswith("transformers."):
             return False
@@ -162,7 +162,7 @@ class LeanDecoder:
         self.embedding = self.base.get_input_embeddings().weight.detach()
         self.head = Linear([self.base.get_output_embeddings()], self.dtype)
 
-    def _norm_weight(self, module: nn.Module) -> Tensor:
+    def _norm_weight(self, module: Any) -> Tensor:
         weight = module.weight.detach().float()
         return (1.0 + weight if self.gemma else weight).to(self.dtype)
 
@@ -231,7 +231,9 @@ class LeanDecoder:
     def _rope(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         # by the model's own module, so that every kind of scaling is honoured; the minus of the rotation goes into sin
         arguments = (x, positions) if kind is None else (x, positions, kind)
-        cos, sin = self.base.model.rotary_emb(*arguments)
+        # some kinds of scaling store what they compute in the module: that must not become an inference tensor
+        with torch.inference_mode(False), torch.no_grad():
+            cos, sin = self.base.model.rotary_emb(*arguments)
         half = self.size // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         return cos[:, :, None], sin[:, :, None]
@@ -245,10 +247,10 @@ class LeanDecoder:
         }
 
 
-def _attention_linears(layer: nn.Module) -> list[nn.Module]:
+def _attention_linears(layer: Any) -> list[Any]:
     attention = layer.self_attn
     return [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
 
 
-def _mlp_linears(layer: nn.Module) -> list[nn.Module]:
+def _mlp_linears(layer: Any) -> list[Any]:
     return [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]

@@ -87,8 +87,8 @@ class Engine:
 
         prompts: token ids, at least one each; consecutive equal prompts are run once. max_new_tokens: for all rows, or
         one number per row. stop_token_ids: a row ends with the first of these, which it keeps (default: every
-        eos_token_id of the model's generation_config). seed, uids: the noise of row r is a function of (seed, uid of r);
-        uids default to first_uid + r. on_completion is called as each row ends, on_round after each pass.
+        eos_token_id of the model's generation_config). seed, uids: the noise of row r is a function of (seed, its
+        uid); uids default to first_uid + r. on_completion is called as each row ends, on_round after each pass.
         Returns completions in row order. Raises ValueError for prompts or limits that cannot be, FloatingPointError
         when the model's logits are not finite.
         """

@@ -33,8 +33,8 @@ def plan_slots(layout: CacheLayout, wanted: int, rows: int, capacity: int) -> in
     fitting = budget // per_row
     if fitting < 1:
         raise MemoryError(
-            f"the keys and values of one row of {capacity} tokens take {per_row / _GIB:.2f} GiB, and {budget / _GIB:.2f} GiB "
-            "may be used: lower max_new_tokens, or use a smaller model or dtype."
+            f"the keys and values of one row of {capacity} tokens take {per_row / _GIB:.2f} GiB, and "
+            f"{budget / _GIB:.2f} GiB may be used: lower max_new_tokens, or use a smaller model or dtype."
         )
     if fitting < wanted:
         warnings.warn(

@@ -248,11 +248,13 @@ def test_constraints_satisfy_the_ranges() -> None:
 
 
 def cli_surface() -> str:
-    """Every subcommand with its flags, one a line."""
+    """Every subcommand with what may follow it, one a line: positional arguments, with their choices, then flags."""
     lines = []
     for name in cli.COMMANDS:
         parser = cli.command_parser(name)
-        lines += [name, *(f"  {flag}" for flag in parser.flags())]
+        positional = [action for action in parser._actions if not action.option_strings]
+        lines += [name, *(f"  {a.dest} {' | '.join(a.choices or ())}".rstrip() for a in positional)]
+        lines += [f"  {flag}" for flag in parser.flags()]
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,6 @@ finite, which keeps a masked product from turning into NaN).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +42,7 @@ class Prefix:
 
 
 class FreshKeys:
-    """The store of a prefill pass: nothing was there before, so what comes in is what is attended to.
-
-    After the pass, `prefix(i, length)` is the part of row i that is real (rows are padded on the right).
-    """
+    """The store of a prefill pass: nothing was there before, so what comes in is what is attended to."""
 
     def __init__(self, layers: int):
         self.keys: list[Tensor | None] = [None] * layers
@@ -57,9 +53,10 @@ class FreshKeys:
         self.keys[layer], self.values[layer] = keys, values
         return keys, values
 
-    def prefix(self, row: int, length: int) -> Prefix:
-        """The first `length` tokens of row `row`."""
-        cut = [[t[row, :, :length] for t in side if t is not None] for side in (self.keys, self.values)]
+    def prefix(self, row: int, first: int, length: int) -> Prefix:
+        """What the pass stored of `length` tokens of row `row`, from token `first` on."""
+        part = slice(first, first + length)
+        cut = [[t[row, :, part] for t in side if t is not None] for side in (self.keys, self.values)]
         return Prefix(cut[0], cut[1], length)
 
 
@@ -147,8 +144,3 @@ class _HuggingFaceLayer(CacheLayerMixin):
 def as_hugging_face_cache(store: FreshKeys | RaggedCache, layers: int) -> Cache:
     """A transformers `Cache` whose layers write to and read from `store`."""
     return Cache(layers=[_HuggingFaceLayer(store, layer) for layer in range(layers)])
-
-
-def cache_positions(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """(n, 1) int64: the position, and slot, of the next token of each row."""
-    return torch.tensor(lengths, dtype=torch.long, device=device)[:, None]

@@ -8,7 +8,7 @@ are shared. `target.py` decides when this path serves and tests compare it with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,9 @@ def adapters(module: Any) -> list[tuple[Tensor, Tensor, float]] | None:
     if type(module) is nn.Linear:
         return []
     base, active = getattr(module, "base_layer", None), getattr(module, "active_adapters", None)
-    if type(base) is not nn.Linear or active is None or not hasattr(module, "lora_A"):
+    if type(base) is not nn.Linear or active is None:
+        return None
+    if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict):  # AdaLoRA's are bare parameters
         return None
     if getattr(module, "merged", False) or getattr(module, "disable_adapters", False):
         return [] if not getattr(module, "lora_variant", None) else None
@@ -113,6 +115,10 @@ class _Layer:
     rope: str | None
 
 
+# How a layer's queries (n, queries, heads, size) look at its keys and values (n, kv_heads, span, size).
+_Attend = Callable[[_Layer, Tensor, Tensor, Tensor], Tensor]
+
+
 class LeanDecoder:
     """Runs a supported model over either store of `cache.py`. Never touches the model; `refresh` reads its weights."""
 
@@ -140,6 +146,14 @@ class LeanDecoder:
             return False
         if getattr(config, "use_bidirectional_attention", False):
             return False
+        # what stands between the linears is computed here, so it must be the family's own, with nothing hooked in
+        home = type(base).__module__
+        parts = [base.model.norm, base.model.rotary_emb]
+        for layer in base.model.layers:
+            parts += [layer, layer.self_attn, layer.mlp]
+            parts += [child for name, child in layer.named_modules() if name.endswith("norm")]
+        if any(type(part).__module__ != home for part in parts) or _hooked(base.model.layers) or _hooked(parts[0]):
+            return False
         linears = [m for layer in base.model.layers for m in (*_attention_linears(layer), *_mlp_linears(layer))]
         plain = [base.get_input_embeddings(), base.get_output_embeddings()]
         return (
@@ -156,8 +170,9 @@ class LeanDecoder:
             q, k, v, out = _attention_linears(module)
             gate, up, down = _mlp_linears(module)
             norms = {name: self._norm_weight(child) for name, child in module.named_modules() if name.endswith("norm")}
-            linears = (Linear(group, self.dtype) for group in ([q, k, v], [out], [gate, up], [down]))
-            self.layers.append(_Layer(*linears, norms, window, kind))
+            groups = {"qkv": [q, k, v], "out": [out], "gate_up": [gate, up], "down": [down]}
+            linears = {name: Linear(group, self.dtype) for name, group in groups.items()}
+            self.layers.append(_Layer(**linears, norms=norms, window=window, rope=kind))
         self.final_norm = self._norm_weight(self.base.model.norm)
         self.embedding = self.base.get_input_embeddings().weight.detach()
         self.head = Linear([self.base.get_output_embeddings()], self.dtype)
@@ -174,27 +189,43 @@ class LeanDecoder:
         heads = ((self.kv_heads, self.size),) * len(self.windows)
         return CacheLayout(heads, self.dtype, self.base.get_input_embeddings().weight.device)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, store: FreshKeys | RaggedCache, span: int | None) -> Tensor:
-        """The hidden states after the final norm, what the head consumes.
+    def prefill(self, tokens: Tensor, positions: Tensor, store: FreshKeys, lengths: Sequence[int]) -> Tensor:
+        """Run whole texts that lie end to end. Returns the hidden states after the final norm, (1, total, hidden).
 
-        tokens, positions: (n, queries) int64; span: slots to look at, or None when the store is fresh and the tokens
-        are texts from their start. Returns (n, queries, hidden).
+        tokens, positions: (1, total) int64; lengths: of the texts, which do not see each other.
         """
+
+        def attend(layer: _Layer, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            parts = [side.split(list(lengths), dim=d) for side, d in ((query, 1), (keys, 2), (values, 2))]
+            texts = [causal_attention(q, k, v, layer.window, self.scale) for q, k, v in zip(*parts, strict=True)]
+            return torch.cat(texts, dim=1)
+
+        return self._run(tokens, positions, store, attend)
+
+    def decode(self, tokens: Tensor, positions: Tensor, store: RaggedCache, span: int) -> Tensor:
+        """Continue the rows of an opened cache. Returns the hidden states after the final norm, (n, queries, hidden).
+
+        tokens, positions: (n, queries) int64; span: slots to look at.
+        """
+        biases = self._biases(positions, span)
+
+        def attend(layer: _Layer, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return grouped_attention(query, keys, values, biases[layer.window], self.scale)
+
+        return self._run(tokens, positions, store, attend)
+
+    def _run(self, tokens: Tensor, positions: Tensor, store: FreshKeys | RaggedCache, attend: _Attend) -> Tensor:
         n, queries = tokens.shape
         x = F.embedding(tokens.reshape(-1), self.embedding).to(self.dtype)
         if self.gemma:
             x = x * self.base.model.embed_tokens.embed_scale.to(self.dtype)
         ropes = {kind: self._rope(x, positions, kind) for kind in dict.fromkeys(self.layer_types)}
-        biases = {} if span is None else self._biases(positions, span)
         for i, layer in enumerate(self.layers):
             h = self._norm(x, layer.norms["input_layernorm"])
             qk, value = self._project(layer, h, n, queries, ropes[layer.rope])
             query, key = qk[..., : self.heads, :], qk[..., self.heads :, :].transpose(1, 2)
             keys, values = store.append(i, key, value.transpose(1, 2))
-            if span is None:
-                mixed = causal_attention(query, keys, values, layer.window, self.scale)
-            else:
-                mixed = grouped_attention(query, keys, values, biases[layer.window], self.scale)
+            mixed = attend(layer, query, keys, values)
             x = self._finish(layer, x, layer.out(mixed.view(n * queries, -1)))
         return self._norm(x, self.final_norm).view(n, queries, -1)
 
@@ -254,3 +285,9 @@ def _attention_linears(layer: Any) -> list[Any]:
 
 def _mlp_linears(layer: Any) -> list[Any]:
     return [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+
+
+def _hooked(root: Any) -> bool:
+    # transformers' own hooks only record what passes by (output_hidden_states)
+    hooks = [hook for m in root.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    return any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)

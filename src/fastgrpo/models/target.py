@@ -7,12 +7,13 @@ Either way the model is left as it was found: nothing of it is replaced, and its
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastgrpo.models.attention import layer_windows, visible
@@ -56,11 +57,25 @@ def open_target(model: Any, *, dtype: torch.dtype | None = None, lean: bool = Tr
             f"{type(base).__name__} has no rotary position embedding, and the engine runs models with rotary positions "
             "only: use a model of the llama, qwen, mistral or gemma kind."
         )
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        raise ValueError(
+            "the model's PEFT adapter learns a prompt (prompt, prefix or p-tuning), and the engine runs "
+            "token ids only: use LoRA, or another adapter that changes layers."
+        )
     layer_windows(base.config.get_text_config())
     dtype = dtype or base.get_input_embeddings().weight.dtype
     if lean and LeanDecoder.supports(base):
         return LeanTarget(base, dtype)
+    attention = base.config.get_text_config()._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"the model's attn_implementation is {attention!r}, and the engine passes explicit masks, which only "
+            "'sdpa' and 'eager' honour: call model.set_attn_implementation('sdpa')."
+        )
     return HuggingFaceTarget(model, base, dtype)
+
+
+_LANES = 16  # float32 values in the widest vector register
 
 
 def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -82,20 +97,47 @@ class LeanTarget:
     @contextmanager
     def session(self) -> Iterator[None]:
         with torch.inference_mode():  # a little cheaper per operation than no_grad
+            if not LeanDecoder.supports(self.decoder.base):
+                raise ValueError(
+                    "the model has changed since the engine was built (an adapter, a module or a hook) and the lean "
+                    "path no longer computes it: build a new Engine."
+                )
             self.decoder.refresh()
             yield
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Prefix]]:
-        tokens, positions = _pad(prompts, self.layout.device)
+        # end to end in one row: nothing is padded, and no prompt's arithmetic depends on another's length
+        lengths = [len(prompt) for prompt in prompts]
+        starts = [0, *itertools.accumulate(lengths)][:-1]
+        device = self.layout.device
+        tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
         store = FreshKeys(len(self.layout.heads))
-        hidden = self.decoder.hidden(tokens, positions, store, span=None)
-        last = hidden[torch.arange(len(prompts)), [len(prompt) - 1 for prompt in prompts]]
-        return self.decoder.head(last), [store.prefix(i, len(prompt)) for i, prompt in enumerate(prompts)]
+        hidden = self.decoder.prefill(tokens, positions, store, lengths)
+        last = hidden[0, [start + length - 1 for start, length in zip(starts, lengths, strict=True)]]
+        prefixes = [store.prefix(0, start, length) for start, length in zip(starts, lengths, strict=True)]
+        return self.decoder.head(last), prefixes
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int) -> Tensor:
+        # Softmax sums a row in lanes of its vector unit. With whole lanes the sum of the real slots is the same however
+        # far the pass looks, so a row's bits do not depend on the length of its neighbours.
+        span = min(-(-span // _LANES) * _LANES, cache.capacity)
         cache.open(positions, span)
-        hidden = self.decoder.hidden(tokens, positions, cache, span)
+        hidden = self.decoder.decode(tokens, positions, cache, span)
         return self.decoder.head(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+
+
+def _copy_in(model: Any, dtype: torch.dtype) -> Any:
+    """A copy of `model` with weights in `dtype`, tied ones tied, and nothing held twice.
+
+    Computed buffers keep their precision, as after loading: rotary frequencies in bfloat16 would misplace every token.
+    """
+    memo: dict[int, Any] = {}
+    for weight in model.state_dict(keep_vars=True).values():
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            cast = weight.detach().to(dtype)
+            memo[id(weight)] = nn.Parameter(cast, requires_grad=False) if isinstance(weight, nn.Parameter) else cast
+    return copy.deepcopy(model, memo)
 
 
 class HuggingFaceTarget:
@@ -104,8 +146,8 @@ class HuggingFaceTarget:
     def __init__(self, model: Any, base: PreTrainedModel, dtype: torch.dtype):
         self.model, self.config = model, base.config.get_text_config()
         weight = base.get_input_embeddings().weight
-        # another precision needs weights of its own: a copy, filled again at every generation
-        self.runner = model if dtype == weight.dtype else copy.deepcopy(model).to(dtype)
+        self.casts = dtype != weight.dtype
+        self.runner = model
         self.windows = layer_windows(self.config)
         size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         kv_heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
@@ -114,10 +156,10 @@ class HuggingFaceTarget:
 
     @contextmanager
     def session(self) -> Iterator[None]:
+        # another precision needs weights of its own: a copy, made anew at every generation so that adapters are as they
+        # are now, and gone afterwards
+        self.runner = _copy_in(self.model, self.layout.dtype) if self.casts else self.model
         training = [module for module in self.runner.modules() if module.training]
-        if self.runner is not self.model:
-            for ours, theirs in zip(self.runner.parameters(), self.model.parameters(), strict=True):
-                ours.data.copy_(theirs.data)
         self.runner.eval()
         try:
             with torch.no_grad():
@@ -125,10 +167,18 @@ class HuggingFaceTarget:
         finally:
             for module in training:
                 module.training = True
+            self.runner = self.model
+
+    def _mask(self, allowed: Tensor) -> Tensor:
+        # (n, 1, queries, span); transformers' eager attention adds its mask, where True would count as 1
+        if self.config._attn_implementation == "sdpa":
+            return allowed[:, None]
+        bias = torch.zeros(allowed.shape, dtype=self.layout.dtype, device=allowed.device)
+        return bias.masked_fill_(~allowed, torch.finfo(bias.dtype).min)[:, None]
 
     def _run(self, tokens: Tensor, positions: Tensor, store: FreshKeys | RaggedCache, span: int, keep: Any) -> Tensor:
         slots = torch.arange(span, device=tokens.device)
-        masks = {window: visible(positions, slots, window)[:, None] for window in dict.fromkeys(self.windows)}
+        masks = {window: self._mask(visible(positions, slots, window)) for window in dict.fromkeys(self.windows)}
         mask: Any = masks[self.windows[0]]
         if len(masks) > 1:
             kinds = dict(zip(self.config.layer_types, self.windows, strict=True))
@@ -150,7 +200,7 @@ class HuggingFaceTarget:
         keep, which = ends.unique(return_inverse=True)
         logits = self._run(tokens, positions, store, tokens.shape[1], keep)
         last = logits[torch.arange(len(prompts)), which]
-        return last, [store.prefix(i, len(prompt)) for i, prompt in enumerate(prompts)]
+        return last, [store.prefix(i, 0, len(prompt)) for i, prompt in enumerate(prompts)]
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int) -> Tensor:
         cache.open(positions, span)

@@ -24,9 +24,11 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.grpo.data_sources import RawRows, read_rows
+from fastgrpo.grpo.guarded import GuardedCallError, guarded_call
 from fastgrpo.grpo.prompts import PromptStyle, RowReader, choose_reader, prompt_text
 
 GYM_PREFIX = "reasoning_gym:"
+GYM_CPU_LIMIT_S = 3600.0  # making items may take minutes, not hours
 GYM_SIZE = 500  # items when neither the source string nor `limit` says how many; reasoning-gym's own default
 # Names that TRL passes to reward functions itself, or gives a meaning of its own: a source's column cannot keep them.
 _RESERVED = {"prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -106,15 +108,13 @@ def load_prompts(
         template: text with ``{question}`` and any other ``{column}``, or "published"; None is the question alone.
         conversational: False gives ``prompt`` as plain text, for models without a chat template.
         fraction, limit: keep this random share of the rows; then at most this many training rows.
-        seed: decides the share, the evaluation rows and reasoning-gym's items. Same arguments, same rows.
+        seed: decides the share, the evaluation rows and reasoning-gym's items; same arguments, same rows.
 
     Raises:
         ValueError: an argument, column or source that cannot be used, or no usable row at all.
         FileNotFoundError: a published dataset or a file that is not there.
     """
-    _check_numbers(eval_size, fraction, limit)
-    if answers not in ("math", "text", "none"):
-        raise ValueError(f'answers is {answers!r}; it must be "math", "text" or "none".')
+    _check_options(eval_size, fraction, limit, answers)
     style = PromptStyle(system_prompt, template, conversational)
     if source.startswith(GYM_PREFIX):
         if eval_split is not None or fraction != 1.0:
@@ -130,16 +130,15 @@ def load_prompts(
     numbers = sorted(chooser.sample(range(len(raw.rows)), max(1, round(len(raw.rows) * fraction))))
     wanted = None if limit is None or not isinstance(eval_size, int) else limit + (0 if eval_split else eval_size)
     rows, skipped = _prepare(raw, numbers, reader_for(raw), at_most=wanted)
-    held_out: list[dict[str, Any]] = []
-    if eval_split is not None:
+    if eval_split is None:
+        held_out, rows = _hold_out(rows, eval_size, chooser)
+    else:
         raw_eval = read_rows(source, split=eval_split, config=config, data_dir=data_dir)
-        held_out, eval_skipped = _prepare(raw_eval, range(len(raw_eval.rows)), reader_for(raw_eval))
-        skipped += [Skipped(item.row, f"{item.reason} (split {eval_split})") for item in eval_skipped]
-        held_out, _ = _hold_out(held_out, eval_size or len(held_out), chooser)
+        candidates, faults = _prepare(raw_eval, range(len(raw_eval.rows)), reader_for(raw_eval))
+        skipped += [Skipped(item.row, f"{item.reason} (split {eval_split})") for item in faults]
+        held_out, _ = _hold_out(candidates, eval_size or len(candidates), chooser)
         known = {row[_KEY] for row in held_out}
         rows = [row for row in rows if row[_KEY] not in known]
-    elif eval_size:
-        held_out, rows = _hold_out(rows, eval_size, chooser)
     return _prompt_set(rows[:limit], held_out, skipped, raw.description)
 
 
@@ -179,7 +178,9 @@ def check_prompt_lengths(
     return (dataset if not skipped else dataset.select(kept)), skipped
 
 
-def _check_numbers(eval_size: int | float, fraction: float, limit: int | None) -> None:
+def _check_options(eval_size: int | float, fraction: float, limit: int | None, answers: str) -> None:
+    if answers not in ("math", "text", "none"):
+        raise ValueError(f'answers is {answers!r}; it must be "math", "text" or "none".')
     if eval_size < 0 or (isinstance(eval_size, float) and eval_size >= 1):
         raise ValueError(f"eval_size is {eval_size}; it must be a number of rows, or a fraction below 1.")
     if not 0 < fraction <= 1:
@@ -226,7 +227,7 @@ def _hold_out(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Draw evaluation rows with different questions; every row with one of these questions leaves the training part."""
     questions = list(dict.fromkeys(row[_KEY] for row in rows))
-    count = max(1, round(size * len(questions))) if isinstance(size, float) else min(size, len(questions))
+    count = round(size * len(questions)) if isinstance(size, float) else min(size, len(questions))
     chosen = set(chooser.sample(questions, count))
     first = {row[_KEY]: row for row in reversed(rows)}
     held_out = [first[question] for question in questions if question in chosen]
@@ -237,34 +238,27 @@ def _hold_out(
 
 
 def _load_gym(source: str, *, eval_size: int | float, limit: int | None, seed: int, style: PromptStyle) -> PromptSet:
+    arguments = (source.removeprefix(GYM_PREFIX), limit or GYM_SIZE, seed, eval_size)
     try:
-        from fastgrpo.grpo import gym_tasks  # it takes a second to import, and only this source needs it
+        items = guarded_call("fastgrpo.grpo.gym_tasks:make_items", *arguments, cpu_limit_s=GYM_CPU_LIMIT_S)
     except ImportError as error:
         raise ImportError(f"{source!r} needs reasoning-gym: pip install reasoning-gym ({error})") from error
-    task, settings = gym_tasks.parse_task(source.removeprefix(GYM_PREFIX))
-    size = settings.pop("size", limit or GYM_SIZE)
-    size = size if limit is None else min(size, limit)
-    seed = settings.pop("seed", seed)
-    held_out_size = round(eval_size * size) if isinstance(eval_size, float) else eval_size
-    if not isinstance(size, int) or size < 1 or not isinstance(seed, int):
-        raise ValueError(f"{source!r} needs a size of at least 1 and a whole number as seed.")
-    taken: set[str] = set()
-    parts = []
-    for stream, count in (("eval", held_out_size), ("train", size)):
-        items = list(gym_tasks.make_items(task, settings, stream=stream, seed=seed, size=count, taken=taken))
-        if len(items) < (count if stream == "eval" else 1):
-            raise ValueError(
-                f"{source!r} has too few different items: {len(taken):,} were found, {held_out_size:,} for evaluation "
-                f"and at least 1 for training are needed. Lower eval_size or widen the task's settings."
-            )
-        parts.append(items)
+    except GuardedCallError as error:
+        if error.raised == "ValueError":
+            raise ValueError(error.reason) from error
+        raise
     reader = RowReader("question", "answer", math=False, style=style.resolved())
     held_out, rows = (
-        [{**item, **_finished_row(reader.messages(item), item["answer"], reader.style)} for item in items]
-        for items in parts
+        [{**item, **_finished_row(reader.messages(item), item["answer"], reader.style)} for item in items[part]]
+        for part in ("eval", "train")
     )
-    short = "" if len(rows) == size else f" (only {len(rows):,} of {size:,} training items are different)"
-    return _prompt_set(rows, held_out, [], f"{source}{short}", drop=("question",))
+    if not rows or (isinstance(eval_size, int) and len(held_out) < eval_size):
+        raise ValueError(
+            f"{source!r} has only {len(held_out) + len(rows):,} different items for {eval_size} evaluation items and "
+            f"at least one training item; lower eval_size or widen the task's settings."
+        )
+    note = f" ({len(rows):,} different training items)"
+    return _prompt_set(rows[:limit], held_out, [], f"{source}{note}", drop=("question",))
 
 
 # --- the result

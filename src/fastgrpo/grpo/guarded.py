@@ -30,7 +30,15 @@ MEMORY_LIMIT_BYTES = 4 << 30  # of address space
 
 
 class GuardedCallError(Exception):
-    """The function raised, ran past its limit of CPU time, or took the worker down; the message says which."""
+    """The function raised, ran past its limit of CPU time, or took the worker down; the message says which.
+
+    ``raised`` is the name of the exception's type, empty when there was none.
+    """
+
+    def __init__(self, message: str, raised: str = ""):
+        super().__init__(f"{raised}: {message}" if raised else message)
+        self.raised = raised
+        self.reason = message
 
 
 class GuardedWorker:
@@ -45,22 +53,23 @@ class GuardedWorker:
         self._owner_pid = 0
         self._lock = threading.Lock()
 
-    def call(self, function: str, *args: Any) -> Any:
+    def call(self, function: str, *args: Any, cpu_limit_s: float | None = None) -> Any:
         """Return ``function(*args)``; ``function`` is ``"module:name"``, arguments and result are plain JSON values.
 
         The module is imported before the clock starts. Raises GuardedCallError when the function raised, ran past the
-        limit or ended the process, and ImportError when it cannot be imported (the fault of the installation, not of
-        the arguments).
+        limit (``cpu_limit_s``, else the worker's) or ended the process, and ImportError when it cannot be imported (the
+        fault of the installation, not of the arguments).
         """
-        request = json.dumps([function, args, self.cpu_limit_s])
+        limit = self.cpu_limit_s if cpu_limit_s is None else cpu_limit_s
+        request = json.dumps([function, args, limit])
         with self._lock:
             reply = self._exchange(request)
         if reply is None:
-            raise GuardedCallError(f"ran past {self.cpu_limit_s:g} s of CPU time, or ended its process")
+            raise GuardedCallError(f"ran past {limit:g} s of CPU time, or ended its process")
         if "missing" in reply:
             raise ImportError(f"{function} cannot be imported by the scoring process: {reply['missing']}")
         if "raised" in reply:
-            raise GuardedCallError(reply["raised"])
+            raise GuardedCallError(reply["reason"], reply["raised"])
         return reply["value"]
 
     def close(self) -> None:
@@ -97,7 +106,9 @@ class GuardedWorker:
         if self._process is not None and self._owner_pid == os.getpid() and self._process.poll() is None:
             return self._process
         self.close()
-        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
+        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        # Some libraries let the order of a set decide; with one hash seed, all processes and runs agree.
+        environment = dict(os.environ, PYTHONPATH=search_path, PYTHONHASHSEED="0")
         process = subprocess.Popen(
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )
@@ -116,9 +127,9 @@ _SHARED = GuardedWorker()
 atexit.register(_SHARED.close)
 
 
-def guarded_call(function: str, *args: Any) -> Any:
+def guarded_call(function: str, *args: Any, cpu_limit_s: float | None = None) -> Any:
     """``GuardedWorker.call`` on the worker that this process shares between its callers."""
-    return _SHARED.call(function, *args)
+    return _SHARED.call(function, *args, cpu_limit_s=cpu_limit_s)
 
 
 def _answer(function: str, args: list[Any], cpu_limit_s: float) -> dict[str, Any]:
@@ -132,9 +143,13 @@ def _answer(function: str, args: list[Any], cpu_limit_s: float) -> dict[str, Any
     try:
         return {"value": target(*args)}
     except Exception as error:  # any exception is the answer to the question that was asked
-        return {"raised": f"{type(error).__name__}: {error}"[:300]}
+        return _fault(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _fault(error: Exception) -> dict[str, str]:
+    return {"raised": type(error).__name__, "reason": str(error)[:2000]}
 
 
 def _serve(requests: IO[str], replies: IO[str]) -> None:
@@ -143,7 +158,7 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
         try:
             text = json.dumps(reply)
         except (TypeError, ValueError) as error:
-            text = json.dumps({"raised": f"{type(error).__name__}: {error}"[:300]})
+            text = json.dumps(_fault(error))
         replies.write(text + "\n")
         replies.flush()
 

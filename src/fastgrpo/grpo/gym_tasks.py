@@ -1,8 +1,9 @@
 """reasoning-gym: makes the items of a task, and scores an answer with the task's own scorer.
 
-An item is a function of (task, settings with the seed, index), so a row carries these three and not the item itself:
-some items hold tuples or sets that would come back from JSON changed, and score wrongly. Settings come from a source
-string such as ``reasoning_gym:chain_sum?min_terms=2&max_terms=2``.
+Runs in a guarded worker (guarded.py), for scoring because scorers parse free text with a computer algebra system, and
+for making items because some tasks let the order of a set or the global generator decide: in the worker both are
+fixed, so that all processes of a run, and all runs, get the same items. Settings come from a source string such as
+``reasoning_gym:chain_sum?min_terms=2&max_terms=2``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator
+import random
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
@@ -52,44 +53,76 @@ def stream_seed(task: str, stream: str, seed: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def make_items(
-    task: str, settings: dict[str, Any], *, stream: str, seed: int, size: int, taken: set[str]
-) -> Iterator[dict[str, Any]]:
-    """Up to ``size`` items as rows ``question``, ``answer``, ``task``, ``entry``, with questions not in ``taken``.
+def make_items(description: str, size: int, seed: int, eval_size: int | float) -> dict[str, list[dict[str, str]]]:
+    """Items "train" and "eval" of ``task?settings``, as rows ``question``, ``answer``, ``task``, ``entry``.
 
-    ``taken`` grows by each question given out. Fewer rows come back when the task has too few different items. Raises
-    ValueError when the task refuses its settings.
+    No question comes twice. ``size`` and ``seed`` hold where the settings do not say; a float ``eval_size`` is a share
+    of the training size. Fewer rows come back when the task has too few different items. Raises ValueError for an
+    unknown task or setting, and when the task refuses its settings.
     """
-    if size == 0:
-        return
+    task, settings = parse_task(description)
+    size, seed = settings.pop("size", size), settings.pop("seed", seed)
+    if not isinstance(size, int) or size < 1 or not isinstance(seed, int):
+        raise ValueError(
+            f"size is {size!r} and seed {seed!r}; a size of at least 1 and a whole number as seed are needed."
+        )
+    held_out = round(eval_size * size) if isinstance(eval_size, float) else eval_size
+    taken: set[str] = set()
+    # The evaluation items come first: they do not change when the training size does.
+    parts = {"eval": _distinct(task, settings, stream_seed(task, "eval", seed), held_out, taken)}
+    return {**parts, "train": _distinct(task, settings, stream_seed(task, "train", seed), size, taken)}
+
+
+def _distinct(task: str, settings: dict[str, Any], seed: int, size: int, taken: set[str]) -> list[dict[str, str]]:
+    """Up to ``size`` items whose questions are not in ``taken``, which grows by them."""
     tries = size * TRIES_PER_ITEM
-    full = {**settings, "seed": stream_seed(task, stream, seed), "size": tries}
+    random.seed(seed)  # this process is ours alone; a few tasks draw from the global generator
     try:
-        dataset = create_dataset(task, **full)
+        dataset = create_dataset(task, **settings, seed=seed, size=max(1, tries))
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"the reasoning-gym task {task!r} refuses its settings {settings}: {error}") from error
-    given = 0
+    rows: list[dict[str, str]] = []
     for index in range(tries):
-        if given == size:
-            return
+        if len(rows) == size:
+            break
         item = dataset[index]
         if item["question"] in taken:
             continue
         taken.add(item["question"])
-        given += 1
-        entry = json.dumps({"task": task, "settings": full, "index": index})
+        entry = json.dumps({"task": task, "settings": settings, "item": _pack(item)})
         # Where many answers are right (a graph colouring), the item has no answer of its own and the scorer decides.
-        yield {"question": item["question"], "answer": item["answer"] or "", "task": task, "entry": entry}
+        rows.append({"question": item["question"], "answer": item["answer"] or "", "task": task, "entry": entry})
+    return rows
+
+
+def _pack(value: Any) -> Any:
+    """A value as JSON that keeps what JSON loses: tuples, and keys that are not text. Scorers compare both."""
+    if isinstance(value, tuple):
+        return {"tuple": [_pack(part) for part in value]}
+    if isinstance(value, list):
+        return [_pack(part) for part in value]
+    if isinstance(value, dict):
+        return {"dict": [[_pack(key), _pack(part)] for key, part in value.items()]}
+    return value
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpack(part) for part in value]
+    if isinstance(value, dict):
+        if "tuple" in value:
+            return tuple(_unpack(part) for part in value["tuple"])
+        return {_unpack(key): _unpack(part) for key, part in value["dict"]}
+    return value
 
 
 @lru_cache(maxsize=1024)
 def _restore(entry: str) -> tuple[Any, dict[str, Any]]:
     stored = json.loads(entry)
-    dataset = create_dataset(stored["task"], **stored["settings"])
-    return dataset, dataset[stored["index"]]
+    return create_dataset(stored["task"], **stored["settings"]), _unpack(stored["item"])
 
 
 def score(entry: str, answer: str) -> float:
-    """The task's own score of an answer, 0 to 1; partial credit is the task's choice. Call it through guarded_call."""
+    """The task's own score of an answer, 0 to 1; partial credit is the task's choice."""
     dataset, item = _restore(entry)
     return float(dataset.score_answer(answer, item))

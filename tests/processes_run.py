@@ -8,46 +8,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
 
-from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
-
-from fastgrpo.config import FastGRPOConfig
-from fastgrpo.grpo.trainer import FastGRPOTrainer
-
-
-def distinct_characters(completions: list[str], **columns: Any) -> list[float]:
-    return [float(len(set(text))) for text in completions]
+from trainers import make_trainer, record_turns
 
 
 def run(folder: Path) -> None:
-    """Two steps of 8 rows over all processes; rank{n}.json holds one [uid, prompt, completion] per row and step."""
+    """Two steps of 8 rows over all processes; rank{n}.json holds [prompts, uids, completions] of each step."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    args = FastGRPOConfig(
-        str(folder), use_cpu=True, max_steps=2, per_device_train_batch_size=8 // world, num_generations=4,
-        max_completion_length=6, learning_rate=1e-3, logging_steps=1, save_strategy="no", disable_tqdm=True, seed=7,
-    )  # fmt: skip
-    dataset = Dataset.from_dict({"prompt": ["abc", "hello there", "xy 12", "q", "Zz?", "one"]})
-    trainer = FastGRPOTrainer(
-        tiny_model("qwen2"), distinct_characters, args, dataset, processing_class=tiny_tokenizer()
-    )
-    steps: list[list[Any]] = []
-    original = trainer._rollout
-
-    def recording(prompts: list[list[int]], *, uids: list[int], limits: list[int]) -> Any:
-        rollout = original(prompts, uids=uids, limits=limits)
-        rows = zip(uids, prompts, rollout.completions, strict=True)
-        steps.append([[uid, prompt, completion.token_ids] for uid, prompt, completion in rows])
-        return rollout
-
-    trainer._rollout = recording  # type: ignore[method-assign]
+    trainer = make_trainer(folder, per_device_train_batch_size=8 // world, max_completion_length=6)
+    turns = record_turns(trainer)
     trainer.train()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(steps))
+    (folder / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps([astuple(turn) for turn in turns]))
     trainer.end()
 
 

@@ -1,0 +1,101 @@
+"""The parts of a rollout by themselves: who a sequence is, its law, how far off its sampler was, the time it took."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgrpo.config import FastGRPOConfig
+from fastgrpo.grpo.accounting import Account, write_json
+from fastgrpo.grpo.rollouts import RolloutBar, RowLedger, precision_correction, sampling_params, sequence_uid
+from fastgrpo.speculation.requests import Progress
+
+
+def test_the_ledger_tells_equal_prompts_apart_by_what_followed() -> None:
+    ledger = RowLedger(evaluation=False, generation=3, first_row=8)
+    assert ledger.identify([[5, 6], [5, 6], [7]]) == [0, 1, 2]
+    ledger.record([0, 1, 2], [[5, 6], [5, 6], [7]], [[1], [2], [3, 3]])
+    assert ledger.identify([[5, 6, 2, 9], [7, 3, 3, 9]]) == [1, 2]
+    assert ledger.limits([1, 2], [[5, 6, 2, 9], [7, 3, 3, 9]], 4) == [2, 1]
+    assert ledger.uids([1, 2]) == [sequence_uid(evaluation=False, generation=3, row=row) for row in (9, 10)]
+    with pytest.raises(RuntimeError, match="continues none of the 3 rows"):
+        ledger.identify([[5, 6, 8, 9]])
+
+
+def test_sequence_uids_are_distinct_in_every_field() -> None:
+    grid = [(e, g, r) for e in (False, True) for g in (0, 1, 2**38 - 1) for r in (0, 1, 2**24 - 1)]
+    uids = {sequence_uid(evaluation=e, generation=g, row=r) for e, g, r in grid}
+    assert len(uids) == len(grid) and max(uids) < 2**63
+    with pytest.raises(ValueError, match=r"row=16777216 must lie in 0\.\.16777215"):
+        sequence_uid(evaluation=False, generation=0, row=2**24)
+    with pytest.raises(ValueError, match="generation=-1 must lie in"):
+        sequence_uid(evaluation=False, generation=-1, row=0)
+
+
+def test_the_correction_is_the_capped_ratio_where_the_policy_wrote_and_one_elsewhere() -> None:
+    trainer = torch.tensor([[-1.0, -2.0, -0.5, -7.0], [-1.0, -1.0, -1.0, -1.0]])
+    sampler = torch.tensor([[-1.2, -1.5, -2.5, 0.0], [-1.0, float("nan"), -1.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+    found = precision_correction(trainer, sampler, mask, cap=2.0)
+    expected = torch.tensor([[0.2, -0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]).exp()
+    expected[0, 2] = 2.0
+    torch.testing.assert_close(found.weights, expected)
+    assert found.mean_difference.item() == pytest.approx((0.2 + 0.5 + 2.0) / 5)
+    assert found.max_difference.item() == pytest.approx(2.0)
+    assert found.capped_fraction.item() == pytest.approx(1 / 5)
+
+
+def test_every_sampling_field_reaches_the_engine(tmp_path: Path) -> None:
+    settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.1}
+    law = sampling_params(FastGRPOConfig(str(tmp_path), use_cpu=True, **settings))
+    assert vars(law) == settings
+    given = {"generation_kwargs": {"top_p": 0.5, "min_p": None, "top_k": 3}}
+    law = sampling_params(FastGRPOConfig(str(tmp_path), use_cpu=True, **settings, **given))
+    assert vars(law) == {**settings, "top_p": 0.5, "min_p": 0.0, "top_k": 3}
+    with pytest.raises(ValueError, match="top_p"):
+        sampling_params(FastGRPOConfig(str(tmp_path), use_cpu=True, top_p=1.5))
+
+
+def test_an_account_adds_up() -> None:
+    account = Account(torch.device("cpu"))
+    # two ranks: rollout, reward, logprob, update seconds, rollout tokens, trained tokens, step seconds
+    metrics = account.book(torch.tensor([[2.0, 1.0, 0.0, 4.0, 30, 90, 8.0], [4.0, 1.0, 0.0, 2.0, 10, 70, 8.0]]))
+    assert metrics["time/rollout"] == 3 and metrics["time/update"] == 3
+    assert metrics["throughput/rollout_tokens_per_s"] == 40 / 4 and metrics["throughput/train_tokens_per_s"] == 160 / 4
+    summary = account.summary()
+    assert summary["shares"] == {"rollout": 3 / 8, "reward": 1 / 8, "logprob": 0, "update": 3 / 8, "other": 1 / 8}
+    assert summary["ceiling_of_faster_sampling"] == pytest.approx(8 / 5)
+    with account.evaluation(), account.phase("rollout"):
+        account.add_rollout(5)
+    assert account.end_step()[:5] == [0, 0, 0, 0, 0] and account.evaluation_s > 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_shows_rows_and_speed_on_a_terminal_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, wanted, shown in ((Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        bar = RolloutBar(wanted=wanted)
+        for done in (0, 3, 8):
+            bar.update(Progress(rows_done=done, rows_total=8, tokens=100 * done, elapsed_s=2.0))
+        bar.close()
+        bar.close()
+        assert ("rollout" in stream.getvalue() and "/8" in stream.getvalue()) is shown
+        if shown:
+            assert stream.getvalue().endswith("\r") and "\n" not in stream.getvalue()
+
+
+def test_a_file_is_whole_or_the_old_one(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "summary.json"
+    write_json(file, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(file, {"a": object()})
+    assert file.read_text() == '{\n  "a": 1\n}\n'
+    assert [path.name for path in file.parent.iterdir()] == ["summary.json"]

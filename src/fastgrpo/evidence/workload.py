@@ -114,21 +114,25 @@ def run_engine(engine: Engine, work: Workload, seed: int) -> Run:
 
 def run_transformers(model: PreTrainedModel, work: Workload, seed: int) -> Run:
     """Hugging Face `generate`, sampling by the same law, from the same prompts (each repeated `group` times)."""
+    wait_for(model.device)
+    started = time.perf_counter()
+    responses = transformers_responses(model, work, seed)
+    wait_for(model.device)
+    seconds = time.perf_counter() - started
+    steps = responses.shape[1]
+    return Run(seconds, real_tokens(responses, work.stops), steps - 1, work.rows * (steps - 1))
+
+
+@torch.inference_mode()
+def transformers_responses(model: PreTrainedModel, work: Workload, seed: int) -> Tensor:
+    """What `generate` answers, (rows, steps) int64: rows that stopped are padded to the longest."""
     prompts = [prompt for prompt in work.prompts for _ in range(work.group)]
     ids, mask = left_padded(prompts, model.device)
-    device = model.device
     # its own seed, and the caller's random state is left alone
     with torch.random.fork_rng(), _generation_config(model, work):
         torch.manual_seed(seed)
-        wait_for(device)
-        started = time.perf_counter()
-        with torch.inference_mode():
-            output = model.generate(input_ids=ids, attention_mask=mask)
-        wait_for(device)
-        seconds = time.perf_counter() - started
-    responses = output[:, ids.shape[1] :]
-    steps = responses.shape[1]
-    return Run(seconds, real_tokens(responses, work.stops), steps - 1, work.rows * (steps - 1))
+        output: Tensor = model.generate(input_ids=ids, attention_mask=mask)
+    return output[:, ids.shape[1] :]
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from fastgrpo.models.target import Target, open_target
 from fastgrpo.speculation.memory import plan_slots
 from fastgrpo.speculation.noise import row_keys
 from fastgrpo.speculation.requests import Completion, Progress, Request, Rollout, RolloutStats, make_requests
-from fastgrpo.speculation.sampling import SamplingParams, penalise, sample
+from fastgrpo.speculation.sampling import SamplingParams, logprobs_of, penalise, sample
 
 # Prompt tokens, padding included, that one prefill pass takes: enough to keep the arithmetic units busy.
 _PREFILL_TOKENS = 1024
@@ -205,17 +205,23 @@ class _Run:
         """Draw the next token of the rows from `first` on, whose logits are (count, vocab), and retire who is done."""
         started = time.perf_counter()
         rows = self.rows[first:]
+        drawn = logits
         if self.seen is not None:
-            logits = penalise(logits, self.seen[first : len(self.rows)], self.sampling.repetition_penalty)
+            drawn = penalise(logits, self.seen[first : len(self.rows)], self.sampling.repetition_penalty)
         positions = torch.tensor([len(row.request.prompt) + len(row.tokens) for row in rows], device=logits.device)
         uids = torch.tensor([row.request.signed_uid for row in rows], device=logits.device)
-        samples = sample(logits, self.sampling, row_keys(self.seed, uids, positions))
-        if self.seen is not None:
-            index = torch.arange(first, len(self.rows), device=logits.device)
-            self.seen[index, samples.token_ids] = True
+        samples = sample(drawn, self.sampling, row_keys(self.seed, uids, positions))
         columns = [samples.token_ids.double(), samples.logprobs.double()]
         if samples.sampling_logprobs is not None:
             columns.append(samples.sampling_logprobs.double())
+        if self.seen is not None:
+            # the law drawn from is the penalised one; the policy's own log-prob, which training compares, is not
+            columns[1:] = [
+                logprobs_of(logits, samples.token_ids, self.sampling.temperature).double(),
+                columns[-1],
+            ]
+            index = torch.arange(first, len(self.rows), device=logits.device)
+            self.seen[index, samples.token_ids] = True
         packed = torch.stack(columns)  # ids are exact in float64, so one copy to the host serves all
         if not bool(packed.isfinite().all()):
             raise FloatingPointError(

@@ -27,8 +27,9 @@ class Completion:
     """One finished row.
 
     token_ids: the response, its stop token included, at least one. logprobs: log softmax(logits / temperature) of each
-    over the full vocabulary (temperature 1 when greedy). sampling_logprobs: under the truncated law, None when nothing
-    truncates. rounds: target passes that this row took part in after its prefill; drafted, accepted: draft tokens.
+    over the full vocabulary (temperature 1 when greedy). sampling_logprobs: under the law that was drawn from, None
+    when that is the same one: no truncation and no repetition penalty. rounds: target passes that this row took part
+    in after its prefill; drafted, accepted: draft tokens.
     """
 
     index: int

@@ -112,6 +112,12 @@ def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
+def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return log softmax(logits / temperature) of one token per row, float32 (rows,); temperature 0 counts as 1."""
+    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
+    return logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+
+
 def sample(logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor) -> Samples:
     """Draw one token per row, exactly from the law of `params`, with the noise of `keys`.
 

@@ -24,7 +24,7 @@ _EVAL_BIT = 1 << (_ROW_BITS + _GENERATION_BITS)
 
 def sampling_params(args: FastGRPOConfig) -> SamplingParams:
     """The law that `args` asks for; generation_kwargs override its fields, as in TRL. ValueError for a bad value."""
-    fields = {
+    fields: dict[str, Any] = {
         "top_p": args.top_p,
         "top_k": args.top_k,
         "min_p": args.min_p,
@@ -109,8 +109,10 @@ class RowLedger:
             self._tokens[row] = [*prompt, *completion]
 
     def uids(self, rows: Sequence[int]) -> list[int]:
-        place = {"evaluation": self.evaluation, "generation": self.generation}
-        return [sequence_uid(**place, row=self.first_row + row) for row in rows]
+        return [
+            sequence_uid(evaluation=self.evaluation, generation=self.generation, row=self.first_row + row)
+            for row in rows
+        ]
 
     def limits(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], max_completion_length: int) -> list[int]:
         """How many tokens each row may still emit: the limit counts every turn and every tool's answer."""

@@ -105,7 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     ours, config = resolve(args)
-    from fastgrpo.grpo.data import load_prompts
     from fastgrpo.grpo.rewards import load_reward
     from fastgrpo.grpo.trainer import FastGRPOTrainer
     from fastgrpo.models.loading import load_model
@@ -118,23 +117,7 @@ def run(args: argparse.Namespace) -> int:
         trust_remote_code=config.trust_remote_code,
         revision=ours.model_revision,
     )
-    prompts = load_prompts(
-        ours.dataset_name,
-        split=ours.dataset_split,
-        config=ours.dataset_config,
-        eval_size=int(ours.eval_size) if ours.eval_size >= 1 else ours.eval_size,
-        eval_split=ours.eval_split,
-        prompt_column=ours.prompt_column,
-        answer_column=ours.answer_column,
-        answers=ours.answers,  # type: ignore[arg-type]  # load_prompts refuses another value by name
-        system_prompt=ours.system_prompt,
-        template=ours.template,
-        conversational=tokenizer.chat_template is not None,
-        fraction=ours.dataset_fraction,
-        limit=ours.dataset_limit,
-        seed=config.seed,
-        data_dir=ours.data_dir,
-    )
+    prompts = read_prompts(ours, config, model, tokenizer)
     if config.eval_strategy != "no" and prompts.eval is None:
         raise ValueError(f"eval_strategy={config.eval_strategy!s} needs evaluation rows. Set eval_size or eval_split.")
     if config.process_index == 0:
@@ -155,6 +138,40 @@ def run(args: argparse.Namespace) -> int:
     trainer.accelerator.print(closing_lines(trainer.summary(), config.output_dir))
     trainer.end()
     return 0
+
+
+def read_prompts(ours: RunArguments, config: FastGRPOConfig, model: Any, tokenizer: Any) -> PromptSet:
+    """The rows that this model can be trained on; what is left out is listed in the result."""
+    from fastgrpo.grpo.data import check_prompt_lengths, load_prompts
+
+    prompts = load_prompts(
+        ours.dataset_name,
+        split=ours.dataset_split,
+        config=ours.dataset_config,
+        eval_size=int(ours.eval_size) if ours.eval_size >= 1 else ours.eval_size,
+        eval_split=ours.eval_split,
+        prompt_column=ours.prompt_column,
+        answer_column=ours.answer_column,
+        answers=ours.answers,  # type: ignore[arg-type]  # load_prompts refuses another value by name
+        system_prompt=ours.system_prompt,
+        template=ours.template,
+        conversational=tokenizer.chat_template is not None,
+        fraction=ours.dataset_fraction,
+        limit=ours.dataset_limit,
+        seed=config.seed,
+        data_dir=ours.data_dir,
+    )
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return prompts
+    parts, skipped = {}, list(prompts.skipped)
+    for name, rows in (("train", prompts.train), ("eval", prompts.eval)):
+        if rows is not None:
+            parts[name], long = check_prompt_lengths(
+                rows, tokenizer, context, chat_template_kwargs=config.chat_template_kwargs
+            )
+            skipped += long
+    return dataclasses.replace(prompts, **parts, skipped=skipped)
 
 
 def adapter(ours: RunArguments) -> Any:
@@ -199,7 +216,7 @@ def resolve(args: argparse.Namespace) -> tuple[RunArguments, FastGRPOConfig]:
     values, others = parser.parse_known_args(args.other_flags)
     if others:
         wrong = others[0].split("=")[0]
-        known = [f"--{name}" for name in sorted(ours | theirs)]
+        known = [f"--{name}" for name in sorted(ours | theirs | {"config"})]
         usage_error(f"unknown flag {wrong}{nearest(wrong, known)}" if wrong[:1] == "-" else f"unexpected {wrong!r}")
     given = {name: _checked_ours(name, file[name], args.config) for name in ours & file.keys()}
     given |= {name: getattr(args, name) for name in ours if hasattr(args, name)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -24,17 +25,18 @@ _EVAL_BIT = 1 << (_ROW_BITS + _GENERATION_BITS)
 
 def sampling_params(args: FastGRPOConfig) -> SamplingParams:
     """The law that `args` asks for; generation_kwargs override its fields, as in TRL. ValueError for a bad value."""
-    fields: dict[str, Any] = {
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-        "min_p": args.min_p,
-        "repetition_penalty": args.repetition_penalty,
-    }
     given = args.generation_kwargs or {}
-    fields.update({name: given[name] for name in fields if name in given})
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # None means off in TRL
+
+    def value(name: str, off: Any) -> Any:
+        wanted = given.get(name, getattr(args, name))
+        return off if wanted is None else wanted  # None means off in TRL
+
     return SamplingParams(
-        temperature=args.temperature, **{name: off[name] if value is None else value for name, value in fields.items()}
+        temperature=args.temperature,
+        top_p=value("top_p", 1.0),
+        top_k=value("top_k", 0),
+        min_p=value("min_p", 0.0),
+        repetition_penalty=value("repetition_penalty", 1.0),
     )
 
 

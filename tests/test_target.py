@@ -172,6 +172,7 @@ def small(model_type: str, **options: Any) -> Any:
     ("model_type", "options"),
     [
         ("phi3", {}),
+        ("gpt_neox", {}),  # a key/value head for every query head, without saying so
         ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}),  # soft caps, eager
         ("starcoder2", {"sliding_window": WINDOW}),
         ("qwen3_moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
@@ -204,6 +205,9 @@ def test_models_that_cannot_run_are_refused() -> None:
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="attn_implementation is 'flash_attention_2'"):
         open_target(flash)
+    latent = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    with pytest.raises(ValueError, match="deepseek_v3 does not store keys and values of one size in layer 0"):
+        open_target(small("deepseek_v3", **latent, num_key_value_heads=4, first_k_dense_replace=3))
     tuned = peft.get_peft_model(
         tiny_model("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     )

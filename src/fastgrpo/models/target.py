@@ -146,18 +146,33 @@ class HuggingFaceTarget:
     def __init__(self, model: Any, base: PreTrainedModel, dtype: torch.dtype):
         self.model, self.config = model, base.config.get_text_config()
         weight = base.get_input_embeddings().weight
-        self.casts = dtype != weight.dtype
         self.runner = model
         self.windows = layer_windows(self.config)
-        size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-        kv_heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        self.layout = CacheLayout(((kv_heads, size),) * self.config.num_hidden_layers, dtype, weight.device)
+        # configs name heads and sizes in too many ways: one token, in the model's own precision, shows what is stored
+        self.casts, self.layout = False, CacheLayout((), weight.dtype, weight.device)
+        heads = self._measured_heads()
+        self.casts, self.layout = dtype != weight.dtype, CacheLayout(heads, dtype, weight.device)
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
+
+    def _measured_heads(self) -> tuple[tuple[int, int], ...]:
+        token = torch.zeros((1, 1), dtype=torch.long, device=self.layout.device)
+        store = FreshKeys(len(self.windows))
+        with self.session():
+            self._run(token, token, store, 1, 1)
+        pairs = zip(store.keys, store.values, strict=True)
+        odd = [i for i, (k, v) in enumerate(pairs) if k is None or v is None or k.shape != v.shape]
+        if odd:
+            raise ValueError(
+                f"{self.config.model_type} does not store keys and values of one size in layer {odd[0]}, and the "
+                "engine runs models that do: use a model of the llama, qwen, mistral or gemma kind."
+            )
+        return tuple((keys.shape[1], keys.shape[3]) for keys in store.keys if keys is not None)
 
     @contextmanager
     def session(self) -> Iterator[None]:
         # another precision needs weights of its own: a copy, made anew at every generation so that adapters are as they
         # are now, and gone afterwards
+        before = self.runner
         self.runner = _copy_in(self.model, self.layout.dtype) if self.casts else self.model
         training = [module for module in self.runner.modules() if module.training]
         self.runner.eval()
@@ -167,7 +182,7 @@ class HuggingFaceTarget:
         finally:
             for module in training:
                 module.training = True
-            self.runner = self.model
+            self.runner = before
 
     def _mask(self, allowed: Tensor) -> Tensor:
         # (n, 1, queries, span); transformers' eager attention adds its mask, where True would count as 1

@@ -135,6 +135,7 @@ def check_report(line: str, bench: str) -> list[dict[str, Any]]:
     assert list(report) == ["bench", "machine", "versions", "settings", "results"]
     assert report["bench"] == bench
     assert "torch" in report["versions"] and "cpu" in report["machine"]
+    assert report["settings"]["dtype"] == "float32" and report["settings"]["threads"] == torch.get_num_threads()
     return report["results"]
 
 

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--natural_stops", action="store_true", default=None, help="rollout: rows end at the model's stop ids"
     )
-    parser.add_argument("--group_prompts", type=int, help="rollout, step: prompts of a group comparison or step (8)")
+    parser.add_argument("--group_prompts", type=int, help="rollout: prompts of the group comparison (4); step: (8)")
     parser.add_argument("--group_size", type=int, help="rollout, step: responses to each of them (8)")
     parser.add_argument("--lengths", type=_numbers, help="context: prompt tokens (256,1024,4096)")
     parser.add_argument("--batch", type=_positive, help="step: rows of a micro-batch (8)")

@@ -7,7 +7,7 @@ and their spread. The engine's time is the whole call, the reading of the weight
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +18,7 @@ from fastgrpo.evidence.workload import (
     BUILTIN,
     Run,
     Workload,
+    as_run,
     encoded_prompts,
     run_engine,
     run_transformers,
@@ -45,7 +46,7 @@ class RolloutSettings:
     repeats: int = 2
     prompts: str = BUILTIN
     natural_stops: bool = False
-    group_prompts: int = 8
+    group_prompts: int = 4
     group_size: int = 8
     threads: int | None = None
     seed: int = 0
@@ -76,7 +77,7 @@ def rollout_bench(
             f"{_name(ours)}: {ours['tokens_per_s']:.1f} tokens/s, {ours['ratio']:.2f} times Hugging Face generate, "
             f"prefill {ours['prefill_ratio']:.2f} times"
         )
-    return Report("rollout", asdict(settings), render(results), results)
+    return Report("rollout", as_run(settings, model), render(results), results)
 
 
 def compare(engine: Engine, model: PreTrainedModel, work: Workload, repeats: int, seed: int) -> list[dict[str, Any]]:
@@ -125,7 +126,7 @@ def _result(name: str, work: Workload, runs: Sequence[Run], firsts: Sequence[Run
 
 def _name(result: dict[str, Any]) -> str:
     if result["prompts"] == result["rows"]:
-        return f"{result['rows']} rows"
+        return f"{result['rows']} row{'s' if result['rows'] > 1 else ''}"
     return f"{result['prompts']} prompts x {result['rows'] // result['prompts']}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastgrpo.evidence.bench import OURS
 from fastgrpo.evidence.machine import Report, aligned, wait_for
 from fastgrpo.evidence.timing import Spread, alternate
-from fastgrpo.evidence.workload import Run, Workload, run_engine, text_stream
+from fastgrpo.evidence.workload import Run, Workload, as_run, run_engine, text_stream
 from fastgrpo.models.attention import grouped_attention
 from fastgrpo.models.cache import CacheLayout
 from fastgrpo.speculation.engine import Engine
@@ -69,7 +69,7 @@ def context_bench(
         for n, work in works.items():
             results.append(_result(model, engine.target.layout, n, work, runs[str(n)]))
             note(f"{rows} rows, context {n}: {results[-1]['pass_ms']:.1f} ms a pass")
-    return Report("context", asdict(settings), render(results), results)
+    return Report("context", as_run(settings, model), render(results), results)
 
 
 def _result(
@@ -97,9 +97,9 @@ def _result(
     }
 
 
-def attention_seconds(layout: CacheLayout, heads: int, rows: int, span: int, repeats: int = 3) -> float:
+def attention_seconds(layout: CacheLayout, heads: int, rows: int, span: int, repeats: int = 5) -> float:
     """Seconds that attention itself takes in one pass: every layer's products over keys and values that lie whole in
-    memory, of exactly `span` slots. The least of a few tries. Windows are not taken into account: an upper bound there.
+    memory, of exactly `span` slots. The median of a few tries. Windows are not taken into account: an upper bound there.
     """
     with torch.no_grad():
         layers = []
@@ -117,7 +117,7 @@ def attention_seconds(layout: CacheLayout, heads: int, rows: int, span: int, rep
                 grouped_attention(*layer)
             wait_for(layout.device)
             taken.append(time.perf_counter() - started)
-    return min(taken)
+    return Spread.of(taken).median
 
 
 def render(results: Sequence[dict[str, Any]]) -> str:

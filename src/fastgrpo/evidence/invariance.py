@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.evidence.machine import Report
-from fastgrpo.evidence.workload import text_stream
+from fastgrpo.evidence.workload import as_run, text_stream
 from fastgrpo.models.cache import Prefix, RaggedCache
 from fastgrpo.models.target import Target, open_target
 
@@ -108,7 +108,12 @@ def invariance_bench(
         for lean in paths:
             records += measure(model, stream, dtype=getattr(torch, name), lean=lean, context=settings.context)
             note(f"{records[-1].path}, {name}: done")
-    return Report("invariance", asdict(settings), render(records), [asdict(record) for record in records])
+    return Report(
+        "invariance",
+        as_run(settings, model) | {"dtype": ",".join(names)},
+        render(records),
+        [asdict(record) for record in records],
+    )
 
 
 def measure(

@@ -11,12 +11,12 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from fastgrpo.config import FastGRPOConfig
@@ -24,6 +24,7 @@ from fastgrpo.evidence.bench import OURS
 from fastgrpo.evidence.machine import Report, aligned
 from fastgrpo.evidence.timing import Spread, alternate
 from fastgrpo.evidence.word_problems import PROBLEMS, question
+from fastgrpo.evidence.workload import as_run
 from fastgrpo.grpo.accounting import Account, StepClock
 from fastgrpo.grpo.rewards import number_reward
 from fastgrpo.grpo.trainer import FastGRPOTrainer
@@ -145,7 +146,7 @@ def step_bench(
     results = [_result(name, settings, steps[name]) for name in (OURS, TRL)]
     for part in ("step", "rollout"):
         results[0][f"{part}_ratio"] = results[1][f"{part}_s"] / results[0][f"{part}_s"]
-    return Report("step", asdict(settings), render(results), results)
+    return Report("step", as_run(settings, model), render(results), results)
 
 
 def one_step(name: str, settings: StepSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Step:
@@ -160,6 +161,7 @@ def one_step(name: str, settings: StepSettings, model: PreTrainedModel, tokenize
             train_dataset=_dataset(settings, tokenizer),
             processing_class=tokenizer,
         )
+        trainer.remove_callback(PrinterCallback)  # standard output is the report's
         trainer.train()
         history = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
         step = Step(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,12 @@ class Run:
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
+
+
+def as_run(settings: Any, model: PreTrainedModel) -> dict[str, Any]:
+    """The settings (a dataclass) as JSON, with the precision and the threads that they came to on this machine."""
+    found = {"dtype": str(model.dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
+    return asdict(settings) | found
 
 
 def encoded_prompts(source: str, count: int, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

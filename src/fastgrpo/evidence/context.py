@@ -99,7 +99,7 @@ def _result(
 
 def attention_seconds(layout: CacheLayout, heads: int, rows: int, span: int, repeats: int = 5) -> float:
     """Seconds that attention itself takes in one pass: every layer's products over keys and values that lie whole in
-    memory, of exactly `span` slots. The median of a few tries. Windows are not taken into account: an upper bound there.
+    memory, of exactly `span` slots. The median of a few tries. An upper bound for layers with windows.
     """
     with torch.no_grad():
         layers = []

@@ -25,7 +25,10 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass
 class SlowRow:
-    """What one row emits; `margins`: the lead of each token over the runner-up, in nats."""
+    """What one row emits; `margins`: the lead of each token over the runner-up, in nats.
+
+    logprobs are of the policy, sampling_logprobs of the law that was drawn from (penalised, truncated).
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -57,9 +60,8 @@ def slow_row(
     row, text = SlowRow(), list(prompt)
     while len(row.token_ids) < limit:
         logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].float()
-        if params.repetition_penalty != 1:
-            logits = penalised(logits, text, params.repetition_penalty)
-        law = logits.double().log_softmax(-1) if params.greedy else truncated_law(logits, params).log()
+        drawn = penalised(logits, text, params.repetition_penalty)
+        law = drawn.double().log_softmax(-1) if params.greedy else truncated_law(drawn, params).log()
         scores = law
         if not params.greedy:
             keys = row_keys(seed, torch.tensor([uid]), torch.tensor([len(text)]))

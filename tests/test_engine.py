@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_engine import SlowRow, difference, hugging_face_greedy, slow_row
+from reference_engine import SlowRow, difference, hugging_face_greedy, penalised, slow_row
 from reference_sampling import truncated_law
 from tiny import ARCHITECTURES, VOCAB_SIZE, WINDOW, tiny_model
 from torch import nn
@@ -139,8 +139,8 @@ def test_every_law_is_the_slow_twins(arch: str, lean: bool, law: str) -> None:
     engine = engine_over(model_of(arch), lean=lean, slots=2)
     rollout = engine.generate(PROMPTS, LAWS[law], max_new_tokens=LIMITS, stop_token_ids=[], uids=UIDS)
     assert_matches(rollout, twins(arch, law))
-    truncates = LAWS[law].truncates
-    assert all((c.sampling_logprobs is not None) == truncates for c in rollout.completions)
+    differs = LAWS[law].truncates or LAWS[law].repetition_penalty != 1
+    assert all((c.sampling_logprobs is not None) == differs for c in rollout.completions)
 
 
 @archs
@@ -203,8 +203,6 @@ def test_responses_of_a_group_share_no_more_than_chance() -> None:
 @archs
 def test_logprobs_are_those_of_one_full_forward(arch: str, law: str, lean: bool) -> None:
     model, params = model_of(arch), LAWS[law]
-    if params.repetition_penalty != 1:  # the twin covers it: its law depends on the text so far
-        params = SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
     rollout = engine_over(model, lean=lean).generate(PROMPTS, params, max_new_tokens=LIMITS, stop_token_ids=[])
     for prompt, got in zip(PROMPTS, rollout.completions, strict=True):
         with torch.no_grad():
@@ -213,7 +211,9 @@ def test_logprobs_are_those_of_one_full_forward(arch: str, law: str, lean: bool)
         full = (logits.double() / params.temperature).log_softmax(-1).gather(1, chosen)[:, 0]
         torch.testing.assert_close(torch.tensor(got.logprobs).double(), full, rtol=0, atol=1e-4)
         if got.sampling_logprobs is not None:
-            kept = torch.stack([truncated_law(row, params) for row in logits]).log().gather(1, chosen)[:, 0]
+            texts = [prompt + got.token_ids[:i] for i in range(len(got.token_ids))]
+            drawn = [penalised(row, t, params.repetition_penalty) for row, t in zip(logits, texts, strict=True)]
+            kept = torch.stack([truncated_law(row, params) for row in drawn]).log().gather(1, chosen)[:, 0]
             torch.testing.assert_close(torch.tensor(got.sampling_logprobs).double(), kept, rtol=0, atol=1e-4)
 
 

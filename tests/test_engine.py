@@ -316,6 +316,20 @@ def test_a_group_that_slots_split_is_prefilled_once() -> None:
     assert stats.prompt_tokens == len(PROMPTS[0]) + len(PROMPTS[1])
 
 
+@paths
+def test_callbacks_can_train(lean: bool) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    kept: list[torch.Tensor] = []
+
+    def learn(completion: Completion) -> None:
+        kept.append(torch.tensor(completion.logprobs))
+        (weight * kept[-1]).sum().backward()
+
+    engine_over(model_of("llama"), lean=lean).generate(PROMPTS, GREEDY, max_new_tokens=2, on_completion=learn)
+    (weight * kept[0]).sum().backward()  # what a callback keeps is of use afterwards
+    assert weight.grad is not None
+
+
 def test_no_global_generator_is_drawn_from() -> None:
     model = tiny_model("gemma3").train()
     torch.manual_seed(5)

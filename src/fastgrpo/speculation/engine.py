@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from fastgrpo.speculation.sampling import SamplingParams, logprobs_of, penalise,
 
 # Prompt tokens, padding included, that one prefill pass takes: enough to keep the arithmetic units busy.
 _PREFILL_TOKENS = 1024
+
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -97,6 +101,7 @@ class Engine:
         stops = frozenset(self._stops() if stop_token_ids is None else stop_token_ids)
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
         slots = plan_slots(self.target.layout, self.slots or len(requests), len(requests), capacity)
+        on_completion, on_round = _in_the_callers_mode(on_completion), _in_the_callers_mode(on_round)
         with self.target.session():
             stats = RolloutStats(setup_s=time.perf_counter() - started)
             run = _Run(self.target, RaggedCache(self.target.layout, slots, capacity), sampling, stops, seed, stats)
@@ -115,6 +120,19 @@ class Engine:
         if self._model_stops is None:
             return []
         return [self._model_stops] if isinstance(self._model_stops, int) else list(self._model_stops)
+
+
+def _in_the_callers_mode(callback: Callable[[_T], None] | None) -> Callable[[_T], None] | None:
+    # passes run without gradients and in inference mode, whose tensors a callback could never train on
+    if callback is None:
+        return None
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def call(value: _T) -> None:
+        with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+            callback(value)
+
+    return call
 
 
 def _group_equal_prompts(requests: Sequence[Request]) -> list[deque[Request]]:

@@ -341,33 +341,7 @@ def test_no_global_generator_is_drawn_from() -> None:
     assert before[2] == random.getstate()
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompts": []}, "prompts is empty"),
-        ({"prompts": [[5], []]}, "prompt 1 has no tokens"),
-        ({"prompts": [[5], [7, VOCAB_SIZE]]}, f"prompt 1 holds token id {VOCAB_SIZE}, but the model knows 0 to 99"),
-        ({"prompts": [[-1, 5]]}, "prompt 0 holds token id -1"),
-        ({"group_size": 0}, "group_size is 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0 for row 0"),
-        ({"max_new_tokens": [4, -3]}, "max_new_tokens is -3 for row 1"),
-        ({"max_new_tokens": [4]}, "max_new_tokens has 1 values for 2 rows"),
-        ({"max_new_tokens": []}, "max_new_tokens has 0 values for 2 rows"),
-        ({"uids": [1, 2, 3]}, "uids has 3 values for 2 rows"),
-    ],
-)
-def test_bad_requests_are_named(arguments: dict, message: str) -> None:
-    arguments = {"prompts": [[5], [6, 7]], "max_new_tokens": 2, **arguments}
-    with pytest.raises(ValueError, match=message):
-        Engine(model_of("llama")).generate(arguments.pop("prompts"), GREEDY, **arguments)
-
-
-def test_no_slots_is_refused() -> None:
-    with pytest.raises(ValueError, match="slots is 0, but at least one row"):
-        Engine(model_of("llama"), slots=0)
+# --- memory -------------------------------------------------------------------------------------------------------
 
 
 def test_memory_is_planned_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +357,7 @@ def test_memory_is_planned_before_the_first_token(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(MemoryError, match=r"one row of 100 tokens take .* lower max_new_tokens"):
         plan_slots(layout, 8, 8, 100)
     with pytest.raises(MemoryError, match="one row of"):
-        Engine(model_of("llama")).generate(PROMPTS, GREEDY, max_new_tokens=10**9)
+        Engine(model_of("llama")).generate(PROMPTS, GREEDY, max_new_tokens=900)
 
 
 def test_fewer_slots_than_asked_for_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,8 @@ def test_files_and_functions_are_small() -> None:
             too_long.append(f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines, at most {MAX_FILE_LINES}")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                docstring = (ast.get_docstring(node, clean=False) or "").count("\n")  # explaining more is no fault
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
                 if lines > MAX_FUNCTION_LINES:
                     where = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
                     too_long.append(f"{where}: {lines} lines, at most {MAX_FUNCTION_LINES}")

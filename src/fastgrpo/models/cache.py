@@ -41,6 +41,16 @@ class Prefix:
     length: int
 
 
+# Softmax sums a row in the lanes of a vector unit, float32 values in the widest register. When what a pass looks at is
+# whole lanes, the sum over a row's real slots is the same however far it looks: bits do not depend on neighbours.
+_LANES = 16
+
+
+def whole_lanes(slots: int) -> int:
+    """The number of slots, rounded up to whole lanes."""
+    return -(-slots // _LANES) * _LANES
+
+
 class FreshKeys:
     """The store of a prefill pass: nothing was there before, so what comes in is what is attended to."""
 
@@ -61,7 +71,7 @@ class FreshKeys:
 
 
 class RaggedCache:
-    """Preallocated keys and values for `rows` sequences of up to `capacity` tokens each.
+    """Preallocated keys and values for `rows` sequences of up to `capacity` tokens each, rounded up to whole lanes.
 
     A pass works on the first n rows (the live ones): `open` says where its tokens go and how far it looks, and
     `append`, called once a layer, writes them and returns what is visible. Rows leave by `move_row` of the last live
@@ -69,9 +79,9 @@ class RaggedCache:
     """
 
     def __init__(self, layout: CacheLayout, rows: int, capacity: int):
-        self.layout, self.rows, self.capacity = layout, rows, capacity
+        self.layout, self.rows, self.capacity = layout, rows, whole_lanes(capacity)
         # calloc'ed zeros: pages that no token reaches are never touched, and stale slots stay finite
-        shapes = [(rows, heads, capacity, size) for heads, size in layout.heads]
+        shapes = [(rows, heads, self.capacity, size) for heads, size in layout.heads]
         self.keys = [torch.zeros(shape, dtype=layout.dtype, device=layout.device) for shape in shapes]
         self.values = [torch.zeros(shape, dtype=layout.dtype, device=layout.device) for shape in shapes]
         self._slots = torch.empty(0, dtype=torch.long, device=layout.device)

@@ -135,6 +135,7 @@ class LeanDecoder:
         self.windows = layer_windows(config)
         self.layer_types = config.layer_types if self.gemma else [None] * config.num_hidden_layers
         self.layers: list[_Layer] = []
+        self.head: Linear | None = None
 
     @staticmethod
     def supports(base: Any) -> bool:
@@ -165,7 +166,6 @@ class LeanDecoder:
 
     def refresh(self) -> None:
         """Read the weights, as they are now."""
-        self.layers = []  # the old copies go first: never two at once
         for module, window, kind in zip(self.base.model.layers, self.windows, self.layer_types, strict=True):
             q, k, v, out = _attention_linears(module)
             gate, up, down = _mlp_linears(module)
@@ -176,6 +176,10 @@ class LeanDecoder:
         self.final_norm = self._norm_weight(self.base.model.norm)
         self.embedding = self.base.get_input_embeddings().weight.detach()
         self.head = Linear([self.base.get_output_embeddings()], self.dtype)
+
+    def release(self) -> None:
+        """Let go of what `refresh` read: packed weights are a second copy, which training needs the room of."""
+        self.layers, self.head = [], None
 
     def _norm_weight(self, module: Any) -> Tensor:
         weight = module.weight.detach().float()
@@ -229,6 +233,12 @@ class LeanDecoder:
             x = self._finish(layer, x, layer.out(mixed.view(n * queries, -1)))
         return self._norm(x, self.final_norm).view(n, queries, -1)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: (tokens, hidden), after the final norm. Returns (tokens, vocab)."""
+        if self.head is None:
+            raise RuntimeError("the weights have not been read: run passes inside the target's session().")
+        return self.head(hidden)
+
     def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
         # Gemma normalises what each half adds; the others normalise only what each half reads
         if self.gemma:
@@ -237,12 +247,12 @@ class LeanDecoder:
                 self._mlp(layer, self._norm(x, layer.norms["pre_feedforward_layernorm"])),
                 layer.norms["post_feedforward_layernorm"],
             )
-        x = x + attended
-        return x + self._mlp(layer, self._norm(x, layer.norms["post_attention_layernorm"]))
+        x = attended.add_(x)  # in place of what nobody else holds, here and below: a pass is short of memory bandwidth
+        return self._mlp(layer, self._norm(x, layer.norms["post_attention_layernorm"])).add_(x)
 
     def _mlp(self, layer: _Layer, h: Tensor) -> Tensor:
         gate, up = layer.gate_up(h).chunk(2, dim=-1)
-        return layer.down(self.activation(gate) * up)
+        return layer.down(self.activation(gate).mul_(up))
 
     def _project(
         self, layer: _Layer, h: Tensor, n: int, queries: int, rope: tuple[Tensor, Tensor]

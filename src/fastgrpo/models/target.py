@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastgrpo.models.attention import layer_windows, visible
-from fastgrpo.models.cache import CacheLayout, FreshKeys, Prefix, RaggedCache, as_hugging_face_cache
+from fastgrpo.models.cache import CacheLayout, FreshKeys, Prefix, RaggedCache, as_hugging_face_cache, whole_lanes
 from fastgrpo.models.lean import LeanDecoder
 
 
@@ -26,6 +26,7 @@ class Target(Protocol):
 
     vocab_size: int
     layout: CacheLayout
+    longest: int | None  # positions, prompt and response together
 
     def session(self) -> Any:
         """A context in which passes may run; reads the current weights on entry, restores the model on exit."""
@@ -63,6 +64,9 @@ def open_target(model: Any, *, dtype: torch.dtype | None = None, lean: bool = Tr
             "token ids only: use LoRA, or another adapter that changes layers."
         )
     layer_windows(base.config.get_text_config())
+    longest_text(base.config.get_text_config())
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype}, but passes run in a floating-point type: use float32 or bfloat16.")
     dtype = dtype or base.get_input_embeddings().weight.dtype
     if lean and LeanDecoder.supports(base):
         return LeanTarget(base, dtype)
@@ -75,7 +79,22 @@ def open_target(model: Any, *, dtype: torch.dtype | None = None, lean: bool = Tr
     return HuggingFaceTarget(model, base, dtype)
 
 
-_LANES = 16  # float32 values in the widest vector register
+def longest_text(config: Any) -> int | None:
+    """The number of positions that the model was made for, None where its config does not say.
+
+    Raises ValueError for rotary frequencies that change with the longest row of a pass: rows would not be independent.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
+        if kind.get("rope_type") == "dynamic":
+            raise ValueError(
+                f"{config.model_type} scales its rotary positions by the longest row of a pass (rope_type 'dynamic'), "
+                "so a row would depend on its neighbours: set another rope_type in the config (yarn, linear)."
+            )
+        if kind.get("rope_type") == "longrope":  # one set of frequencies up to here, another one beyond
+            limit = kind.get("original_max_position_embeddings") or limit
+    return limit
 
 
 def _pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -93,6 +112,7 @@ class LeanTarget:
         self.decoder = LeanDecoder(base, dtype)
         self.layout = self.decoder.layout()
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
+        self.longest = longest_text(base.config)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -103,7 +123,10 @@ class LeanTarget:
                     "path no longer computes it: build a new Engine."
                 )
             self.decoder.refresh()
-            yield
+            try:
+                yield
+            finally:
+                self.decoder.release()
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Prefix]]:
         # end to end in one row: nothing is padded, and no prompt's arithmetic depends on another's length
@@ -116,15 +139,13 @@ class LeanTarget:
         hidden = self.decoder.prefill(tokens, positions, store, lengths)
         last = hidden[0, [start + length - 1 for start, length in zip(starts, lengths, strict=True)]]
         prefixes = [store.prefix(0, start, length) for start, length in zip(starts, lengths, strict=True)]
-        return self.decoder.head(last), prefixes
+        return self.decoder.logits(last), prefixes
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int) -> Tensor:
-        # Softmax sums a row in lanes of its vector unit. With whole lanes the sum of the real slots is the same however
-        # far the pass looks, so a row's bits do not depend on the length of its neighbours.
-        span = min(-(-span // _LANES) * _LANES, cache.capacity)
+        span = whole_lanes(span)
         cache.open(positions, span)
         hidden = self.decoder.decode(tokens, positions, cache, span)
-        return self.decoder.head(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+        return self.decoder.logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
 
 
 def _copy_in(model: Any, dtype: torch.dtype) -> Any:
@@ -153,6 +174,7 @@ class HuggingFaceTarget:
         heads = self._measured_heads()
         self.casts, self.layout = dtype != weight.dtype, CacheLayout(heads, dtype, weight.device)
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
+        self.longest = longest_text(self.config)
 
     def _measured_heads(self) -> tuple[tuple[int, int], ...]:
         token = torch.zeros((1, 1), dtype=torch.long, device=self.layout.device)

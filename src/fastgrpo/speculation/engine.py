@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,21 @@ from fastgrpo.models.cache import Prefix, RaggedCache
 from fastgrpo.models.target import Target, open_target
 from fastgrpo.speculation.memory import plan_slots
 from fastgrpo.speculation.noise import row_keys
-from fastgrpo.speculation.requests import Completion, Progress, Request, Rollout, RolloutStats, make_requests
+from fastgrpo.speculation.requests import (
+    Completion,
+    Progress,
+    Request,
+    Rollout,
+    RolloutStats,
+    make_requests,
+    whole_number,
+)
 from fastgrpo.speculation.sampling import SamplingParams, logprobs_of, penalise, sample
 
-# Prompt tokens, padding included, that one prefill pass takes: enough to keep the arithmetic units busy.
-_PREFILL_TOKENS = 1024
+# Prompt tokens that one prefill pass takes. More keeps an accelerator busy; on a CPU the activations leave the cache
+# (390 tokens in a pass cost 2.0 ms each, 860 cost 2.25, SmolLM2 on two AVX2 cores).
+_PREFILL_TOKENS = {"cpu": 512}
+_PREFILL_TOKENS_ELSEWHERE = 8192
 
 
 _T = TypeVar("_T")
@@ -64,14 +74,11 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, *, slots: int | None = None, dtype: torch.dtype | None = None):
-        if slots is not None and slots < 1:
-            raise ValueError(
-                f"slots is {slots}, but at least one row must decode: use a positive number, or None for all."
-            )
-        self.slots = slots
+        self.slots = None if slots is None else whole_number("slots", slots, at_least=1)
         self.target: Target = open_target(model, dtype=dtype)
-        config = getattr(model, "generation_config", None)
-        self._model_stops = getattr(config, "eos_token_id", None)
+        ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
+        self._model_stops = _stops("generation_config.eos_token_id", ids)
 
     def generate(
         self,
@@ -97,8 +104,10 @@ class Engine:
         when the model's logits are not finite.
         """
         started = time.perf_counter()
-        requests = make_requests(prompts, group_size, max_new_tokens, uids, first_uid, self.target.vocab_size)
-        stops = frozenset(self._stops() if stop_token_ids is None else stop_token_ids)
+        requests = make_requests(
+            prompts, group_size, max_new_tokens, uids, first_uid, self.target.vocab_size, self.target.longest
+        )
+        stops = self._model_stops if stop_token_ids is None else _stops("stop_token_ids", stop_token_ids)
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
         slots = plan_slots(self.target.layout, self.slots or len(requests), len(requests), capacity)
         on_completion, on_round = _in_the_callers_mode(on_completion), _in_the_callers_mode(on_round)
@@ -116,10 +125,11 @@ class Engine:
                     on_round(Progress(len(run.done), len(requests), stats.completion_tokens, stats.total_s))
         return Rollout(sorted(run.done, key=lambda completion: completion.index), stats)
 
-    def _stops(self) -> list[int]:
-        if self._model_stops is None:
-            return []
-        return [self._model_stops] if isinstance(self._model_stops, int) else list(self._model_stops)
+
+def _stops(name: str, ids: Any) -> frozenset[int]:
+    if not hasattr(ids, "__iter__"):
+        raise ValueError(f"{name} is {ids!r}, but must be a list of token ids.")
+    return frozenset(whole_number(f"a token of {name}", token) for token in ids)
 
 
 def _in_the_callers_mode(callback: Callable[[_T], None] | None) -> Callable[[_T], None] | None:
@@ -191,11 +201,12 @@ class _Run:
 
     def _prefill(self, free: int) -> None:
         # as many waiting prompts as the free slots and one pass's budget take, one at least
+        budget = _PREFILL_TOKENS.get(self.cache.layout.device.type, _PREFILL_TOKENS_ELSEWHERE)
         groups, rows, longest = [self.waiting.popleft()], 0, 0
         rows, longest = len(groups[0]), len(groups[0][0].prompt)
         while self.waiting and rows < free:
             longest = max(longest, len(self.waiting[0][0].prompt))
-            if longest * (len(groups) + 1) > _PREFILL_TOKENS:
+            if longest * (len(groups) + 1) > budget:
                 break
             groups.append(self.waiting.popleft())
             rows += len(groups[-1])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,18 @@ class Progress:
     elapsed_s: float
 
 
+def whole_number(name: str, value: Any, at_least: int | None = None) -> int:
+    """`value` as an int: Python's, numpy's or a tensor's, but no bool and nothing that would be rounded."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (at_least is not None and number < at_least):
+        least = "" if at_least is None else f" of at least {at_least}"
+        raise ValueError(f"{name} is {value!r}, but must be a whole number{least}.")
+    return number
+
+
 def make_requests(
     prompts: Sequence[Sequence[int]],
     group_size: int,
@@ -86,31 +99,48 @@ def make_requests(
     uids: Sequence[int] | None,
     first_uid: int,
     vocab_size: int,
+    longest: int | None,
 ) -> list[Request]:
-    """Turn the arguments of `Engine.generate` into one request per row; ValueError names what does not fit."""
-    if not prompts:
+    """Turn the arguments of `Engine.generate` into one request per row; ValueError names what does not fit.
+
+    longest: positions that the model has, prompt and response together; None is no limit.
+    """
+    if len(prompts) == 0:
         raise ValueError("prompts is empty: pass at least one prompt, a list of token ids.")
-    if group_size < 1:
-        raise ValueError(f"group_size is {group_size}, but every prompt needs at least one response: use 1 or more.")
-    texts = [tuple(int(token) for token in prompt) for prompt in prompts for _ in range(group_size)]
-    for i, text in enumerate(texts[::group_size]):
-        if not text:
-            raise ValueError(f"prompt {i} has no tokens: give it at least one, such as the beginning-of-text token.")
-        if min(text) < 0 or max(text) >= vocab_size:
-            bad = max(text) if max(text) >= vocab_size else min(text)
+    whole_number("group_size", group_size, at_least=1)
+    distinct = [_text(i, prompt, vocab_size) for i, prompt in enumerate(prompts)]
+    texts = [text for text in distinct for _ in range(group_size)]
+    per_row = hasattr(max_new_tokens, "__len__")
+    limits: Sequence[Any] = max_new_tokens if per_row else [max_new_tokens] * len(texts)  # type: ignore[assignment]
+    names: Sequence[Any] = range(first_uid, first_uid + len(texts)) if uids is None else uids
+    for name, values in (("max_new_tokens", limits), ("uids", names)):
+        if len(values) != len(texts):
+            raise ValueError(f"{name} has {len(values)} values for {len(texts)} rows: give one per row.")
+    requests = []
+    for i, (uid, text, limit) in enumerate(zip(names, texts, limits, strict=True)):
+        limit = whole_number(f"max_new_tokens of row {i}", limit, at_least=1)
+        if longest is not None and len(text) + limit > longest:
             raise ValueError(
-                f"prompt {i} holds token id {bad}, but the model knows 0 to {vocab_size - 1}: "
+                f"row {i} may reach {len(text)} prompt tokens + {limit} new ones, and the model has {longest} "
+                "positions: lower max_new_tokens, or leave the prompt out."
+            )
+        requests.append(Request(i, whole_number(f"uid of row {i}", uid), text, limit))
+    return requests
+
+
+def _text(i: int, prompt: Any, vocab_size: int) -> tuple[int, ...]:
+    """Prompt i as a tuple of token ids, checked."""
+    if not hasattr(prompt, "__len__") or isinstance(prompt, str):
+        raise ValueError(
+            f"prompt {i} is {prompt!r}, but must be a list of token ids: tokenize texts, and nest one prompt."
+        )
+    if len(prompt) == 0:
+        raise ValueError(f"prompt {i} has no tokens: give it at least one, such as the beginning-of-text token.")
+    text = tuple(whole_number(f"a token of prompt {i}", token) for token in prompt)
+    for token in (min(text), max(text)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"prompt {i} holds token id {token}, but the model knows 0 to {vocab_size - 1}: "
                 "use the tokenizer that belongs to the model."
             )
-    limits = [max_new_tokens] * len(texts) if isinstance(max_new_tokens, int) else [int(n) for n in max_new_tokens]
-    for name, values in (("max_new_tokens", limits), ("uids", uids)):
-        if values is not None and len(values) != len(texts):
-            raise ValueError(f"{name} has {len(values)} values for {len(texts)} rows: give one per row.")
-    if min(limits) < 1:
-        raise ValueError(
-            f"max_new_tokens is {min(limits)} for row {limits.index(min(limits))}, but must be at least 1."
-        )
-    names = list(uids) if uids is not None else range(first_uid, first_uid + len(texts))
-    return [
-        Request(i, int(uid), text, limit) for i, (uid, text, limit) in enumerate(zip(names, texts, limits, strict=True))
-    ]
+    return text

@@ -10,7 +10,7 @@ import torch
 from tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from torch import Tensor
 
-from fastgrpo.models.cache import CacheLayout, FreshKeys, Prefix, RaggedCache, as_hugging_face_cache
+from fastgrpo.models.cache import CacheLayout, FreshKeys, Prefix, RaggedCache, as_hugging_face_cache, whole_lanes
 from fastgrpo.models.target import open_target
 from fastgrpo.speculation.engine import Engine, _Run
 from fastgrpo.speculation.sampling import SamplingParams
@@ -38,18 +38,23 @@ def test_append_writes_each_row_at_its_own_slots() -> None:
         new = numbers(2, 2, layer, 1)
         keys, values = cache.append(layer, new, -new)
         assert keys.shape == values.shape == (2, heads, 5, size)
-        expected = torch.zeros(3, heads, 5, size)
+        expected = torch.zeros(3, heads, cache.capacity, size)
         for row in range(2):
             for query in range(2):
                 expected[row, :, slots[row, query]] = new[row, :, query]
         assert torch.equal(cache.keys[layer], expected)
         assert torch.equal(cache.values[layer], -expected)
-        assert torch.equal(keys, expected[:2])
+        assert torch.equal(keys, expected[:2, :, :5])
     cache.open(torch.tensor([[2]]), span=3)  # the next pass: other rows, other slots, a shorter look
     keys, _ = cache.append(0, numbers(1, 1, 0, 100), numbers(1, 1, 0, 100))
     assert keys.shape == (1, 2, 3, 4)
     assert torch.equal(keys[0, :, 2], numbers(1, 1, 0, 100)[0, :, 0])
     assert torch.equal(keys[0, :, :2], numbers(2, 2, 0, 1)[0])
+
+
+def test_capacity_is_whole_lanes_so_that_no_look_is_cut_short() -> None:
+    assert [RaggedCache(LAYOUT, rows=1, capacity=n).capacity for n in (1, 16, 17)] == [16, 16, 32]
+    assert [whole_lanes(n) for n in (0, 15, 16, 33)] == [0, 16, 16, 48]
 
 
 def test_append_takes_transposed_keys() -> None:

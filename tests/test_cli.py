@@ -257,7 +257,7 @@ def test_one_completion_is_printed_bare_and_the_rate_on_stderr(
     ("flags", "message"),
     [
         (["--top_p", "2"], "top_p is 2.0"),
-        (["--max_new_tokens", "0"], "max_new_tokens is 0"),
+        (["--max_new_tokens", "0"], "max_new_tokens of row 0 is 0"),
         (["--num_generations", "0"], "--num_generations is 0"),
         (["--slots", "0"], "slots is 0"),
         (["--dtype", "float23"], "float32"),

@@ -15,9 +15,12 @@ import json
 import math
 import random
 import time
+import warnings
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from transformers import PrinterCallback, TrainerCallback
 
 from fastgrpo import Engine, FastGRPOConfig, FastGRPOTrainer, SamplingParams, load_model
 from fastgrpo.grpo.data import load_prompts
@@ -28,23 +31,24 @@ TASK = (
     '&operators=["%2B","-","*"]&allow_parentheses=false&allow_negation=false&size=160'
 )
 HELD_OUT = 200
-MAX_NEW_TOKENS = 16
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Watch a small language model get better at arithmetic with GRPO.")
     parser.add_argument("--seed", type=int, default=0, help="of the items, the noise and the order (0)")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of 8 prompts x 8 responses (20)")
+    parser.add_argument("--steps", type=int, default=14, help="optimizer steps of 8 prompts x 8 responses (14)")
+    parser.add_argument("--max_new_tokens", type=int, default=16, help="limit of every response (16)")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for what it writes")
     options = parser.parse_args()
     started = time.perf_counter()
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)  # TRL's own use
 
     prompts = load_prompts(
         TASK, eval_size=HELD_OUT, seed=options.seed, system_prompt="Write the equation with its result."
     )
     model, tokenizer = load_model("smollm2-135m")
     print(prompts.summary())
-    before = answer_held_out(model, tokenizer, prompts.eval, "before")
+    before = answer_held_out(model, tokenizer, prompts.eval, options.max_new_tokens, "before")
 
     trainer = FastGRPOTrainer(
         model=model,
@@ -52,9 +56,11 @@ def main() -> None:
         reward_funcs=number_reward,
         args=training_arguments(options),
         train_dataset=prompts.train,
+        callbacks=[OneLineAStep()],
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
-    after = answer_held_out(model, tokenizer, prompts.eval, "after")
+    after = answer_held_out(model, tokenizer, prompts.eval, options.max_new_tokens, "after")
 
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     options.output.mkdir(parents=True, exist_ok=True)
@@ -79,26 +85,44 @@ def training_arguments(options: argparse.Namespace) -> FastGRPOConfig:
     return FastGRPOConfig(
         output_dir=str(options.output),
         max_steps=options.steps,
-        per_device_train_batch_size=64,  # responses: 8 prompts x 8
+        per_device_train_batch_size=8,  # responses in memory at once
+        gradient_accumulation_steps=8,  # 8 prompts x 8 responses a step
         num_generations=8,
-        max_completion_length=MAX_NEW_TOKENS,
+        max_completion_length=options.max_new_tokens,
         learning_rate=2e-5,
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",
+        disable_tqdm=True,  # OneLineAStep says more in less room
+        dataloader_pin_memory=False,
         seed=options.seed,
     )
 
 
-def answer_held_out(model: Any, tokenizer: Any, items: Any, when: str) -> list[float]:
+class OneLineAStep(TrainerCallback):
+    """Prints what a person wants to see of a step; everything else is in the trainer's logs."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs and "reward" in logs:
+            bar = "#" * round(30 * float(logs["reward"]))
+            print(
+                f"step {state.global_step:2d}/{state.max_steps}  reward {float(logs['reward']):.2f} |{bar:<30}|  "
+                f"{float(logs['completions/mean_length']):4.1f} tokens a response, "
+                f"{float(logs['throughput/rollout_tokens_per_s']):3.0f} tokens/s, "
+                f"sampling {float(logs['time/rollout']):.1f} s + update {float(logs['time/update']):.1f} s",
+                flush=True,
+            )
+
+
+def answer_held_out(model: Any, tokenizer: Any, items: Any, limit: int, when: str) -> list[float]:
     """1 or 0 per held-out item: one sampled response each, with the same noise before and after training."""
     texts = [tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=False) for m in items["prompt"]]
     rollout = Engine(model).generate(
         tokenizer(texts, add_special_tokens=False)["input_ids"],
         SamplingParams(temperature=1.0),
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=limit,
         seed=2**40,  # a noise that training never draws
     )
     answers = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in rollout.completions]

@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # no defaults here: what is not given is the bench's own default, and what is given must be a field of its settings
     parser.add_argument("--model", help="hub id, local folder, .gguf file, smollm2-135m (default) or gemma3-270m")
+    parser.add_argument("--architecture", help="rollout: random weights of qwen3, gemma3, .. in the model's sizes")
     parser.add_argument(
         "--dtype",
         help="auto (the fast one of this machine; step: float32; invariance: two), float32, bfloat16, float16",

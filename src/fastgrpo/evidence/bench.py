@@ -20,6 +20,7 @@ from fastgrpo.evidence.workload import (
     Workload,
     as_run,
     encoded_prompts,
+    in_the_sizes_of,
     run_engine,
     run_transformers,
     stop_ids,
@@ -33,11 +34,13 @@ OURS, THEIRS = "fastgrpo", "transformers"
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """rows: one comparison each, as many distinct prompts. group_prompts, group_size: one more comparison, of a few
+    """architecture: random weights of another one, in the model's sizes. rows: one comparison each, as many distinct
+    prompts. group_prompts, group_size: one more comparison, of a few
     prompts with a group of responses each, run once (0 leaves it out). natural_stops: rows end at the model's stop ids;
     otherwise every row has exactly new_tokens."""
 
     model: str = "smollm2-135m"
+    architecture: str | None = None
     dtype: str = "auto"
     rows: tuple[int, ...] = (1, 8, 32)
     new_tokens: int = 256
@@ -59,6 +62,8 @@ def rollout_bench(
     note: Callable[[str], None],
 ) -> Report:
     """Measure, with a `note` of each comparison as it is done."""
+    if settings.architecture is not None:
+        model = in_the_sizes_of(model, settings.architecture, settings.seed)
     sampling = SamplingParams(temperature=settings.temperature, top_p=settings.top_p)
     stops = stop_ids(model) if settings.natural_stops else ()
     most = max((*settings.rows, settings.group_prompts))

@@ -248,6 +248,26 @@ def test_constraints_satisfy_the_ranges() -> None:
         assert wanted.specifier.contains(pins[canonicalize_name(wanted.name)]), text
 
 
+def test_what_is_imported_is_asked_for() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(text for extra in project["optional-dependencies"].values() for text in extra)]
+    known = {canonicalize_name(Requirement(text).name) for text in asked}
+    known |= {"fastgrpo", *sys.stdlib_module_names}
+    other_names = {"yaml": "pyyaml"}
+    missing = set()
+    for path in sources("src", "examples", "tools"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            for name in (full.partition(".")[0] for full in names):
+                if not {name, canonicalize_name(other_names.get(name, name))} & known:
+                    missing.add(f"{path.relative_to(ROOT)} imports {name}")
+    assert not missing, "add to the dependencies in pyproject.toml:\n" + "\n".join(sorted(missing))
+
+
 def cli_surface() -> str:
     """Every subcommand with what may follow it, one a line: positional arguments, with their choices, then flags."""
     lines = []

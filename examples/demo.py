@@ -36,7 +36,7 @@ HELD_OUT = 200
 def main() -> None:
     parser = argparse.ArgumentParser(description="Watch a small language model get better at arithmetic with GRPO.")
     parser.add_argument("--seed", type=int, default=0, help="of the items, the noise and the order (0)")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of 8 prompts x 8 responses (12)")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of 8 prompts x 8 responses (10)")
     parser.add_argument("--max_new_tokens", type=int, default=16, help="limit of every response (16)")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for what it writes")
     options = parser.parse_args()

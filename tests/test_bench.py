@@ -18,6 +18,7 @@ from fastgrpo.evidence.bench import RolloutSettings, compare, rollout_bench
 from fastgrpo.evidence.context import ContextSettings, context_bench
 from fastgrpo.evidence.invariance import SHAPES, Shape, measure
 from fastgrpo.evidence.machine import aligned
+from fastgrpo.evidence.parts import PartsSettings, parts_bench
 from fastgrpo.evidence.step import OURS, TRL, StepSettings, one_step, step_bench
 from fastgrpo.evidence.timing import Spread, alternate
 from fastgrpo.evidence.word_problems import PROBLEMS, question
@@ -171,6 +172,18 @@ def test_the_context_bench_separates_attention_from_the_rest() -> None:
         assert r["kv_mib"] == 2 * (r["context"] + 1) * 3 * 2 * 8 * 2 * 4 / 2**20
     with pytest.raises(ValueError, match="exceed the 1024 positions"):
         context_bench(replace(settings, lengths=(1023,)), model, tiny_tokenizer(), quiet)
+
+
+def test_the_parts_bench_takes_a_pass_apart() -> None:
+    settings = PartsSettings(rows=(1, 3), context=9, repeats=2)
+    results = check_report(parts_bench(settings, tiny_model("qwen3"), tiny_tokenizer(), quiet).json_line(), "parts")
+    assert [r["rows"] for r in results] == [1, 3]
+    for r in results:
+        assert r.keys() >= ALWAYS
+        whole = r["products_ms"] + r["attention_ms"] + r["norms_ms"] + r["host_ms"]
+        assert r["pass_ms"] == pytest.approx(whole)
+        assert r["spread"][0] <= r["tokens_per_s"] <= r["spread"][1]
+        assert min(r[f"{name}_ms"] for name in ("floor", "sampling", "their_pass", "their_sampling")) > 0
 
 
 STEP = StepSettings(group_prompts=2, group_size=2, new_tokens=5, batch=2)

@@ -180,8 +180,8 @@ class DraftModel(PreTrainedModel):
         missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
         if "d2t" in missing:
             raise ValueError(
-                f"{name} proposes {draft.config.draft_vocab_size} of the target's {draft.config.vocab_size} tokens, but "
-                "its map d2t is missing, so nobody knows which: get the complete checkpoint."
+                f"{name} proposes {draft.config.draft_vocab_size} of {draft.config.vocab_size} tokens, but its map d2t "
+                "is missing, so nobody knows which: get the complete checkpoint."
             )
         shapes = [f"{key} {tuple(there)}, not {tuple(here)}" for key, there, here in sorted(report["mismatched_keys"])]
         lists = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))

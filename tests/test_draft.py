@@ -292,6 +292,13 @@ def test_the_embedding_is_the_targets_also_under_an_adapter() -> None:
     assert again.config.to_dict() == draft.config.to_dict()
 
 
+def test_gemmas_embedding_is_fed_as_gemma_scales_it() -> None:
+    """The layer cannot show it: its norm of the embedding takes the scale away again, up to rms_norm_eps."""
+    target = tiny_model("gemma3")
+    expected = target.get_input_embeddings().weight[TEXT] * math.sqrt(32)
+    assert torch.allclose(tiny_draft(target)._embed(TEXT), expected)
+
+
 def test_a_draft_does_not_keep_its_target_and_copies_share_it() -> None:
     target = tiny_model("llama")
     draft = tiny_draft(target)

@@ -28,6 +28,7 @@ from fastgrpo.speculation.engine import Engine
 from fastgrpo.speculation.sampling import SamplingParams
 
 BUILTIN = "builtin"
+_LOGIT_STD = 4.2  # over 49,152 tokens and a final norm of unit weight: about 2 nats of entropy
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ class Run:
 
 
 def in_the_sizes_of(model: PreTrainedModel, architecture: str, seed: int) -> PreTrainedModel:
-    """A random model of another architecture with the sizes, vocabulary and stop ids of `model`: for speed alone."""
+    """A random model of another architecture with the sizes, vocabulary and stop ids of `model`: for speed alone.
+
+    Its head is as loud as a trained model's: laws as flat as random weights give would be slow to sample from.
+    """
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings",
@@ -79,6 +83,8 @@ def in_the_sizes_of(model: PreTrainedModel, architecture: str, seed: int) -> Pre
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         other: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+        head = other.get_output_embeddings().weight
+        head.data.normal_(std=_LOGIT_STD * sizes["hidden_size"] ** -0.5)
     other.generation_config = model.generation_config
     return other.to(model.device).eval()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgrpo.speculation.policy import DraftShape, Policy, candidates, make_policy
@@ -92,6 +92,7 @@ def test_paper_is_plain_where_the_published_code_breaks(rows: int) -> None:
     assert make_policy("paper").choose(rows) is None
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(1, 300),
     capacity=st.integers(1, 2000),

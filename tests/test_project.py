@@ -26,10 +26,23 @@ SURFACE = ROOT / "tests" / "cli_surface.txt"
 # Rooms, and within a room the modules whose order is fixed; a module imports only from what stands above it.
 ORDER = [
     ("config", []),
-    ("models", ["loading", "cache", "target", "draft", "draft_formats"]),
+    ("models", ["loading", "attention", "cache", "lean", "target", "draft_config", "draft", "draft_formats"]),
     (
         "speculation",
-        ["noise", "sampling", "tree", "proposers", "verification", "policy", "costs", "engine", "generate"],
+        [
+            "noise",
+            "sampling",
+            "requests",
+            "memory",
+            "tree",
+            "policy",
+            "proposers",
+            "verification",
+            "costs",
+            "batch",
+            "engine",
+            "generate",
+        ],
     ),
     ("drafting", ["data", "losses", "pretrain", "online"]),
     ("grpo", ["data", "rewards", "batching", "trainer"]),

@@ -5,6 +5,8 @@ Pure functions, shared by both ways of running a target (`target.py`, `lean.py`)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,6 +40,35 @@ def visible(positions: Tensor, key_positions: Tensor, window: int | None) -> Ten
     distance = positions[:, :, None] - key_positions
     allowed = distance >= 0
     return allowed if window is None else allowed & (distance < window)
+
+
+@dataclass(frozen=True)
+class TreeLook:
+    """Where the nodes of token trees are written, and what each of them may see.
+
+    slots: (n, nodes) int64. allowed: bool (n, nodes, span), the committed text and a node's own path.
+    key_positions: (n, 1, span) int64, the position of what a slot holds, which in a tree is not the slot's number.
+    """
+
+    slots: Tensor
+    allowed: Tensor
+    key_positions: Tensor
+
+
+def tree_look(lengths: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> TreeLook:
+    """The look of trees whose nodes lie behind `lengths` committed tokens each, node j in slot lengths + j.
+
+    lengths: (n,) int64; depths: (n, nodes) int64; ancestors: bool (n, nodes, nodes), [:, i, j]: i sees j.
+    """
+    n, nodes = depths.shape
+    slots = torch.arange(span, device=depths.device)
+    node = slots - lengths[:, None]  # (n, span): which node a slot holds; negative is committed text
+    inside = node.clamp(0, nodes - 1)
+    own_path = ancestors.gather(2, inside[:, None].expand(n, nodes, span)) & (node < nodes)[:, None]
+    allowed = (node < 0)[:, None] | (own_path & (node >= 0)[:, None])
+    key_positions = torch.where(node < 0, slots, lengths[:, None] + depths.gather(1, inside))
+    own_slots = lengths[:, None] + torch.arange(nodes, device=depths.device)
+    return TreeLook(own_slots, allowed, key_positions[:, None])
 
 
 def as_bias(allowed: Tensor, groups: int, kv_heads: int, dtype: torch.dtype) -> Tensor:

@@ -33,12 +33,14 @@ class CacheLayout:
 class Prefix:
     """The keys and values of one prompt, to be fanned out to the rows of its group.
 
-    `keys[i]`, `values[i]`: (kv_heads, length, head_size) of layer i.
+    `keys[i]`, `values[i]`: (kv_heads, length, head_size) of layer i. features: (length, taps * hidden), the target's
+    hidden states at the layers that were tapped; None when none were.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
     length: int
+    features: Tensor | None = None
 
 
 # Softmax sums a row in the lanes of a vector unit, float32 values in the widest register. When what a pass looks at is
@@ -63,11 +65,11 @@ class FreshKeys:
         self.keys[layer], self.values[layer] = keys, values
         return keys, values
 
-    def prefix(self, row: int, first: int, length: int) -> Prefix:
-        """What the pass stored of `length` tokens of row `row`, from token `first` on."""
+    def prefix(self, row: int, first: int, length: int, features: Tensor | None = None) -> Prefix:
+        """What the pass stored of `length` tokens of row `row`, from token `first` on; features: (rows, all, f)."""
         part = slice(first, first + length)
         cut = [[t[row, :, part] for t in side if t is not None] for side in (self.keys, self.values)]
-        return Prefix(cut[0], cut[1], length)
+        return Prefix(cut[0], cut[1], length, None if features is None else features[row, part])
 
 
 class RaggedCache:
@@ -95,13 +97,16 @@ class RaggedCache:
         """
         self._slots, self._span, self._index = slots, span, {}
 
+    def _flat(self, slots: Tensor, kv_heads: int) -> Tensor:
+        # (n * kv_heads * queries,) rows of the cache seen as (rows * kv_heads * capacity, head_size)
+        n = slots.shape[0]
+        heads = torch.arange(n * kv_heads, device=slots.device).view(n, kv_heads, 1)
+        return (heads * self.capacity + slots[:, None, :]).reshape(-1)
+
     def _flat_index(self, kv_heads: int) -> Tensor:
-        # (n * kv_heads * queries,) rows of the cache seen as (rows * kv_heads * capacity, head_size); the same for all
-        # layers of equal head count, so it is made once a pass
+        # the same for all layers of equal head count, so it is made once a pass
         if kv_heads not in self._index:
-            n = self._slots.shape[0]
-            heads = torch.arange(n * kv_heads, device=self._slots.device).view(n, kv_heads, 1)
-            self._index[kv_heads] = (heads * self.capacity + self._slots[:, None, :]).reshape(-1)
+            self._index[kv_heads] = self._flat(self._slots, kv_heads)
         return self._index[kv_heads]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,6 +123,15 @@ class RaggedCache:
         for layer, (keys, values) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
             self.keys[layer][rows, :, : prefix.length] = keys
             self.values[layer][rows, :, : prefix.length] = values
+
+    def move_slots(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots of the first n rows within their rows, (n, k) int64 each: all are read, then all are written."""
+        for stores in zip(self.keys, self.values, strict=True):
+            kv_heads, size = stores[0].shape[1], stores[0].shape[3]
+            read, write = self._flat(sources, kv_heads), self._flat(targets, kv_heads)
+            for store in stores:
+                flat = store.view(-1, size)
+                flat.index_copy_(0, write, flat.index_select(0, read))
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source` over row `target`."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from fastgrpo.models.attention import as_bias, causal_attention, grouped_attention, layer_windows, visible
+from fastgrpo.models.attention import TreeLook, as_bias, causal_attention, grouped_attention, layer_windows, visible
 from fastgrpo.models.cache import CacheLayout, FreshKeys, RaggedCache
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM")
@@ -136,6 +136,8 @@ class LeanDecoder:
         self.layer_types = config.layer_types if self.gemma else [None] * config.num_hidden_layers
         self.layers: list[_Layer] = []
         self.head: Linear | None = None
+        self.taps: tuple[int, ...] = ()  # hidden_states indices, as transformers counts them
+        self.features: Tensor | None = None  # of the last pass, (n, queries, taps * hidden)
 
     @staticmethod
     def supports(base: Any) -> bool:
@@ -179,7 +181,7 @@ class LeanDecoder:
 
     def release(self) -> None:
         """Let go of what `refresh` read: packed weights are a second copy, which training needs the room of."""
-        self.layers, self.head = [], None
+        self.layers, self.head, self.features = [], None, None
 
     def _norm_weight(self, module: Any) -> Tensor:
         weight = module.weight.detach().float()
@@ -206,12 +208,14 @@ class LeanDecoder:
 
         return self._run(tokens, positions, store, attend)
 
-    def decode(self, tokens: Tensor, positions: Tensor, store: RaggedCache, span: int) -> Tensor:
+    def decode(
+        self, tokens: Tensor, positions: Tensor, store: RaggedCache, span: int, look: TreeLook | None = None
+    ) -> Tensor:
         """Continue the rows of an opened cache. Returns the hidden states after the final norm, (n, queries, hidden).
 
-        tokens, positions: (n, queries) int64; span: slots to look at.
+        tokens, positions: (n, queries) int64; span: slots to look at; look: what the nodes of trees see.
         """
-        biases = self._biases(positions, span)
+        biases = self._biases(positions, span, look)
 
         def attend(layer: _Layer, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return grouped_attention(query, keys, values, biases[layer.window], self.scale)
@@ -224,14 +228,21 @@ class LeanDecoder:
         if self.gemma:
             x = x * self.base.model.embed_tokens.embed_scale.to(self.dtype)
         ropes = {kind: self._rope(x, positions, kind) for kind in dict.fromkeys(self.layer_types)}
+        tapped: list[Tensor] = []
         for i, layer in enumerate(self.layers):
+            if i in self.taps:
+                tapped.append(x)
             h = self._norm(x, layer.norms["input_layernorm"])
             qk, value = self._project(layer, h, n, queries, ropes[layer.rope])
             query, key = qk[..., : self.heads, :], qk[..., self.heads :, :].transpose(1, 2)
             keys, values = store.append(i, key, value.transpose(1, 2))
             mixed = attend(layer, query, keys, values)
             x = self._finish(layer, x, layer.out(mixed.view(n * queries, -1)))
-        return self._norm(x, self.final_norm).view(n, queries, -1)
+        x = self._norm(x, self.final_norm)
+        if self.taps:
+            tapped += [x] * (len(self.layers) in self.taps)
+            self.features = torch.cat(tapped, dim=-1).view(n, queries, -1)
+        return x.view(n, queries, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (tokens, hidden), after the final norm. Returns (tokens, vocab)."""
@@ -279,13 +290,14 @@ class LeanDecoder:
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         return cos[:, :, None], sin[:, :, None]
 
-    def _biases(self, positions: Tensor, span: int) -> dict[int | None, Tensor]:
-        slots = torch.arange(span, device=positions.device)
-        groups = self.heads // self.kv_heads
-        return {
-            window: as_bias(visible(positions, slots, window), groups, self.kv_heads, self.dtype)
-            for window in dict.fromkeys(self.windows)
-        }
+    def _biases(self, positions: Tensor, span: int, look: TreeLook | None) -> dict[int | None, Tensor]:
+        keys = torch.arange(span, device=positions.device) if look is None else look.key_positions
+        biases = {}
+        for window in dict.fromkeys(self.windows):
+            allowed = visible(positions, keys, window)
+            allowed = allowed if look is None else allowed & look.allowed
+            biases[window] = as_bias(allowed, self.heads // self.kv_heads, self.kv_heads, self.dtype)
+        return biases
 
 
 def _attention_linears(layer: Any) -> list[Any]:

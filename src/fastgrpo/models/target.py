@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastgrpo.models.attention import layer_windows, visible
+from fastgrpo.models.attention import TreeLook, layer_windows, visible
 from fastgrpo.models.cache import CacheLayout, FreshKeys, Prefix, RaggedCache, as_hugging_face_cache, whole_lanes
 from fastgrpo.models.lean import LeanDecoder
 
@@ -28,16 +28,27 @@ class Target(Protocol):
     layout: CacheLayout
     longest: int | None  # positions, prompt and response together
 
-    def session(self) -> Any:
-        """A context in which passes may run; reads the current weights on entry, restores the model on exit."""
+    @property
+    def features(self) -> Tensor | None:
+        """Of the last decoding pass, (n, queries, taps * hidden); None when nothing is tapped."""
+
+    def session(self, taps: tuple[int, ...] = ()) -> Any:
+        """A context in which passes may run; reads the current weights on entry, restores the model on exit.
+
+        taps: indices into transformers' hidden_states, ascending, whose values the passes keep as features.
+        """
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Prefix]]:
         """Run whole prompts. Returns the logits after each one's last token, (n, vocab), and its keys and values."""
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int) -> Tensor:
-        """Run `tokens` at `positions`, both (n, queries), of the first n rows; slots equal positions.
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int, look: TreeLook | None = None
+    ) -> Tensor:
+        """Run `tokens` at `positions`, both (n, queries), of the first n rows.
 
-        span: how many slots to look at, at least the largest position + 1. Returns logits (n, queries, vocab).
+        span: how many slots to look at, at least the largest slot written + 1, in whole lanes where there is a look.
+        look: where the nodes of trees go and what they see; without one, slots equal positions and text is a line.
+        Returns logits (n, queries, vocab).
         """
 
 
@@ -114,8 +125,13 @@ class LeanTarget:
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
         self.longest = longest_text(base.config)
 
+    @property
+    def features(self) -> Tensor | None:
+        return self.decoder.features
+
     @contextmanager
-    def session(self) -> Iterator[None]:
+    def session(self, taps: tuple[int, ...] = ()) -> Iterator[None]:
+        self.decoder.taps = taps
         with torch.inference_mode():  # a little cheaper per operation than no_grad
             if not LeanDecoder.supports(self.decoder.base):
                 raise ValueError(
@@ -138,13 +154,16 @@ class LeanTarget:
         store = FreshKeys(len(self.layout.heads))
         hidden = self.decoder.prefill(tokens, positions, store, lengths)
         last = hidden[0, [start + length - 1 for start, length in zip(starts, lengths, strict=True)]]
-        prefixes = [store.prefix(0, start, length) for start, length in zip(starts, lengths, strict=True)]
+        parts = zip(starts, lengths, strict=True)
+        prefixes = [store.prefix(0, start, length, self.features) for start, length in parts]
         return self.decoder.logits(last), prefixes
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int) -> Tensor:
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int, look: TreeLook | None = None
+    ) -> Tensor:
         span = whole_lanes(span)
-        cache.open(positions, span)
-        hidden = self.decoder.decode(tokens, positions, cache, span)
+        cache.open(positions if look is None else look.slots, span)
+        hidden = self.decoder.decode(tokens, positions, cache, span, look)
         return self.decoder.logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
 
 
@@ -168,6 +187,8 @@ class HuggingFaceTarget:
         self.model, self.config = model, base.config.get_text_config()
         weight = base.get_input_embeddings().weight
         self.runner = model
+        self.taps: tuple[int, ...] = ()
+        self.features: Tensor | None = None
         self.windows = layer_windows(self.config)
         # configs name heads and sizes in too many ways: one token, in the model's own precision, shows what is stored
         self.casts, self.layout = False, CacheLayout((), weight.dtype, weight.device)
@@ -191,7 +212,8 @@ class HuggingFaceTarget:
         return tuple((keys.shape[1], keys.shape[3]) for keys in store.keys if keys is not None)
 
     @contextmanager
-    def session(self) -> Iterator[None]:
+    def session(self, taps: tuple[int, ...] = ()) -> Iterator[None]:
+        self.taps = taps
         # another precision needs weights of its own: a copy, made anew at every generation so that adapters are as they
         # are now, and gone afterwards
         before = self.runner
@@ -204,7 +226,7 @@ class HuggingFaceTarget:
         finally:
             for module in training:
                 module.training = True
-            self.runner = before
+            self.runner, self.features = before, None
 
     def _mask(self, allowed: Tensor) -> Tensor:
         # (n, 1, queries, span); transformers' eager attention adds its mask, where True would count as 1
@@ -213,9 +235,20 @@ class HuggingFaceTarget:
         bias = torch.zeros(allowed.shape, dtype=self.layout.dtype, device=allowed.device)
         return bias.masked_fill_(~allowed, torch.finfo(bias.dtype).min)[:, None]
 
-    def _run(self, tokens: Tensor, positions: Tensor, store: FreshKeys | RaggedCache, span: int, keep: Any) -> Tensor:
-        slots = torch.arange(span, device=tokens.device)
-        masks = {window: self._mask(visible(positions, slots, window)) for window in dict.fromkeys(self.windows)}
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        store: FreshKeys | RaggedCache,
+        span: int,
+        keep: Any,
+        look: TreeLook | None = None,
+    ) -> Tensor:
+        keys = torch.arange(span, device=tokens.device) if look is None else look.key_positions
+        masks = {}
+        for window in dict.fromkeys(self.windows):
+            allowed = visible(positions, keys, window)
+            masks[window] = self._mask(allowed if look is None else allowed & look.allowed)
         mask: Any = masks[self.windows[0]]
         if len(masks) > 1:
             kinds = dict(zip(self.config.layer_types, self.windows, strict=True))
@@ -227,7 +260,10 @@ class HuggingFaceTarget:
             cache=as_hugging_face_cache(store, len(self.windows)),
             use_cache=True,
             logits_to_keep=keep,
+            **({"output_hidden_states": list(self.taps)} if self.taps else {}),
         )
+        if self.taps:
+            self.features = torch.cat([output.hidden_states[tap] for tap in self.taps], dim=-1)
         return output.logits
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[Prefix]]:
@@ -237,8 +273,10 @@ class HuggingFaceTarget:
         keep, which = ends.unique(return_inverse=True)
         logits = self._run(tokens, positions, store, tokens.shape[1], keep)
         last = logits[torch.arange(len(prompts)), which]
-        return last, [store.prefix(i, 0, len(prompt)) for i, prompt in enumerate(prompts)]
+        return last, [store.prefix(i, 0, len(prompt), self.features) for i, prompt in enumerate(prompts)]
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int) -> Tensor:
-        cache.open(positions, span)
-        return self._run(tokens, positions, cache, span, 0)
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: RaggedCache, span: int, look: TreeLook | None = None
+    ) -> Tensor:
+        cache.open(positions if look is None else look.slots, span)
+        return self._run(tokens, positions, cache, span, 0, look)

@@ -1,0 +1,324 @@
+"""The rows that decode together, and one round of theirs: propose, verify, commit, retire, admit.
+
+Live rows are the first n rows of the cache; a finished row is replaced by the last live one, and waiting requests enter
+behind it. The prompts of a group are run once and their keys and values copied to its rows. A round without drafts
+gives each live row one token; with them, as many as the target would have said itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgrpo.models.attention import tree_look
+from fastgrpo.models.cache import Prefix, RaggedCache, whole_lanes
+from fastgrpo.models.target import Target
+from fastgrpo.speculation.noise import row_keys
+from fastgrpo.speculation.policy import DraftShape, Policy
+from fastgrpo.speculation.proposers import Proposer
+from fastgrpo.speculation.requests import Completion, Request, RolloutStats
+from fastgrpo.speculation.sampling import SamplingParams, logprobs_of, penalise, sample
+from fastgrpo.speculation.tree import Tree, bucket, path_slots
+from fastgrpo.speculation.verification import Walk, walk
+
+# Prompt tokens that one prefill pass takes. More keeps an accelerator busy; on a CPU the activations leave the cache
+# (390 tokens in a pass cost 2.0 ms each, 860 cost 2.25, SmolLM2 on two AVX2 cores).
+_PREFILL_TOKENS = {"cpu": 512}
+_PREFILL_TOKENS_ELSEWHERE = 8192
+
+
+def draft_slots(shape: DraftShape) -> int:
+    """Cache slots behind the text that a draft takes: the tree's, or the draft model's own beams and a spare one."""
+    return max(bucket(shape.nodes + 1), shape.depth * shape.width + 1)
+
+
+@dataclass
+class _Row:
+    """One live sequence: its request and what it has emitted so far."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    stopped: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache: all but the last emitted one, which the next pass will run."""
+        return len(self.request.prompt) + len(self.tokens) - 1
+
+    @property
+    def done(self) -> bool:
+        return self.stopped or len(self.tokens) >= self.request.max_new_tokens
+
+
+@dataclass
+class _Prompt:
+    """A prompt that has been run, and the rows of its group that still wait for a slot."""
+
+    requests: deque[Request]
+    prefix: Prefix
+    logits: Tensor  # (vocab,)
+    state: Any = None  # what the proposer keeps of it
+
+
+class LiveBatch:
+    """The state of one `generate` call."""
+
+    law: SamplingParams
+    stops: frozenset[int]
+    seed: int
+    notify: Callable[[Completion], None] | None = None
+
+    def __init__(self, target: Target, cache: RaggedCache, stats: RolloutStats):
+        self.target, self.cache, self.stats = target, cache, stats
+        self.device = cache.layout.device
+        self.waiting: deque[deque[Request]] = deque()  # groups whose prompt has not been run
+        self.prompts: deque[_Prompt] = deque()  # run, with rows left to admit
+        self.rows: list[_Row] = []  # live, in the order of the cache
+        self.done: list[Completion] = []
+        self.proposer: Proposer | None = None
+        self.uids = torch.zeros(cache.rows, dtype=torch.long, device=self.device)  # of the rows, by slot
+        self.seen: Tensor | None = None  # (slots, vocab) bool, only for the repetition penalty
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.prompts or self.rows)
+
+    def speculate(self, proposer: Proposer | None, policy: Policy, room: int) -> None:
+        """Draft with `proposer` as `policy` says; room: slots behind the text of every row."""
+        self.proposer, self.policy = proposer, policy
+        if proposer is not None:
+            proposer.start(self.cache.rows, self.cache.capacity + room)
+
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """Consecutive requests with equal prompts become one group."""
+        for request in requests:
+            if self.waiting and self.waiting[-1][0].prompt == request.prompt:
+                self.waiting[-1].append(request)
+            else:
+                self.waiting.append(deque([request]))
+
+    # Rows enter
+
+    def admit(self) -> None:
+        """Fill free slots: run waiting prompts, copy their keys to new rows, sample each row's own first token."""
+        while len(self.rows) < self.cache.rows and (self.prompts or self.waiting):
+            free = self.cache.rows - len(self.rows)
+            if not self.prompts:
+                self._prefill(free)
+            prompt = self.prompts[0]
+            entering = [_Row(prompt.requests.popleft()) for _ in range(min(free, len(prompt.requests)))]
+            if not prompt.requests:
+                self.prompts.popleft()
+            first = len(self.rows)
+            self.cache.place(prompt.prefix, first, len(entering))
+            self.rows += entering
+            uids = [row.request.signed_uid for row in entering]
+            self.uids[first : len(self.rows)] = torch.tensor(uids, device=self.device)
+            if self.law.repetition_penalty != 1:
+                self._mark_prompt(first, entering[0].request.prompt)
+            index = torch.arange(first, len(self.rows), device=self.device)
+            keys = self._keys(index, torch.full_like(index, len(entering[0].request.prompt)))
+            drawn = self._draw(prompt.logits.expand(len(entering), -1), index, keys)
+            if self.proposer is not None:
+                self.proposer.admit(prompt.state, first, drawn[0].long())
+            self._emit(first, drawn[:, :, None], None)
+            self._retire()
+
+    def _prefill(self, free: int) -> None:
+        # as many waiting prompts as the free slots and one pass's budget take, one at least
+        budget = _PREFILL_TOKENS.get(self.device.type, _PREFILL_TOKENS_ELSEWHERE)
+        groups = [self.waiting.popleft()]
+        rows, longest = len(groups[0]), len(groups[0][0].prompt)
+        while self.waiting and rows < free:
+            longest = max(longest, len(self.waiting[0][0].prompt))
+            if longest * (len(groups) + 1) > budget:
+                break
+            groups.append(self.waiting.popleft())
+            rows += len(groups[-1])
+        started = time.perf_counter()
+        texts = [group[0].prompt for group in groups]
+        logits, prefixes = self.target.prefill(texts)
+        for group, prefix, row, text in zip(groups, prefixes, logits, texts, strict=True):
+            state = self.proposer.read_prompt(text, prefix) if self.proposer is not None else None
+            self.prompts.append(_Prompt(group, prefix, row, state))
+        self.stats.prompt_tokens += sum(len(text) for text in texts)
+        self.stats.prefill_s += time.perf_counter() - started
+
+    def _mark_prompt(self, first: int, prompt: Sequence[int]) -> None:
+        if self.seen is None:
+            shape = (self.cache.rows, self.target.vocab_size)
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        self.seen[first : len(self.rows)] = False
+        self.seen[first : len(self.rows), list(set(prompt))] = True
+
+    # A round
+
+    def round(self) -> None:
+        """One target pass over the live rows, and what comes of it."""
+        if not self.rows:
+            return
+        started = time.perf_counter()
+        lengths = torch.tensor([row.length for row in self.rows], device=self.device)
+        roots = torch.tensor([row.tokens[-1] for row in self.rows], device=self.device)
+        shape = self._shape()
+        if shape is None:
+            tree = None
+            logits = self.target.decode(roots[:, None], lengths[:, None], self.cache, int(lengths.max()) + 1)
+        else:
+            tree = self._propose(roots, lengths, shape)
+            logits = self._verify(tree, lengths)
+        self.stats.passes += 1
+        self.stats.live_rows.append(len(self.rows))
+        passed = time.perf_counter()
+        self.stats.decode_s += passed - started
+        features = self.target.features
+        if tree is None:
+            index = torch.arange(len(self.rows), device=self.device)
+            drawn = self._draw(logits[:, 0], index, self._keys(index, lengths + 1))[:, :, None]
+            kept = self._emit(0, drawn, None)
+        else:
+            drawn, path = self._walk(tree, logits, lengths)
+            kept = self._emit(0, drawn, path.counts)
+            sources, targets = path_slots(path.path, path.counts, lengths)
+            if bool((sources != targets).any()):
+                self.cache.move_slots(sources, targets)
+            if features is not None:
+                features = features.gather(1, path.path[:, :, None].expand(-1, -1, features.shape[2]))
+        if self.proposer is not None:
+            counts = torch.tensor(kept, device=self.device)
+            self.proposer.observe(features, drawn[0].long(), counts)
+        self.stats.sampling_s += time.perf_counter() - passed
+        self.policy.observe(shape, kept, time.perf_counter() - started)
+        self._retire()
+
+    def _shape(self) -> DraftShape | None:
+        if self.proposer is None:
+            return None
+        shape = self.policy.choose(len(self.rows))
+        room = self.cache.capacity - max(row.length for row in self.rows)
+        return shape if shape is not None and draft_slots(shape) <= room else None
+
+    def _propose(self, roots: Tensor, lengths: Tensor, shape: DraftShape) -> Tree:
+        assert self.proposer is not None
+        index = torch.arange(len(roots), device=self.device)
+        noise = None if self.law.greedy else lambda depth: self._keys(index, lengths + depth)
+        tree = self.proposer.propose(roots, shape, noise)
+        drafted = tree.real[:, 1:].sum(1).tolist()
+        for row, count in zip(self.rows, drafted, strict=True):
+            row.drafted += count
+        return tree.padded(bucket(tree.tokens.shape[1]))
+
+    def _verify(self, tree: Tree, lengths: Tensor) -> Tensor:
+        span = whole_lanes(int(lengths.max()) + tree.tokens.shape[1])
+        look = tree_look(lengths, tree.depths, tree.ancestors(), span)
+        return self.target.decode(tree.tokens, lengths[:, None] + tree.depths, self.cache, span, look)
+
+    def _walk(self, tree: Tree, logits: Tensor, lengths: Tensor) -> tuple[Tensor, Walk]:
+        """What every row emits, (columns, n, levels + 1) float64 as `_draw` has them, and the way there."""
+        levels: list[Tensor] = []
+
+        def draw(nodes: Tensor, active: Tensor, depth: int) -> Tensor:
+            index = active.nonzero().squeeze(1)
+            drawn = self._draw(logits[index, nodes[index]], index, self._keys(index, lengths[index] + 1 + depth))
+            column = drawn.new_zeros((len(drawn), len(nodes)))
+            column[:, index] = drawn
+            levels.append(column)
+            return column[0].long()
+
+        path = walk(tree, draw)
+        drawn = torch.stack(levels, dim=2)
+        width = drawn.shape[2]
+        return drawn, Walk(path.emitted[:, :width], path.counts, path.path[:, :width])
+
+    def _keys(self, index: Tensor, positions: Tensor) -> Tensor:
+        return row_keys(self.seed, self.uids[index], positions)
+
+    def _draw(self, logits: Tensor, index: Tensor, keys: Tensor) -> Tensor:
+        """The next token of rows `index` from their logits (count, vocab): its id, its log-prob and, where that is
+        another law, its log-prob under the one drawn from, (2 or 3, count) float64, which holds ids exactly."""
+        drawn = logits
+        if self.seen is not None:
+            drawn = penalise(logits, self.seen[index], self.law.repetition_penalty)
+        samples = sample(drawn, self.law, keys)
+        columns = [samples.token_ids, samples.logprobs]
+        if samples.sampling_logprobs is not None:
+            columns.append(samples.sampling_logprobs)
+        if self.seen is not None:
+            # the law drawn from is the penalised one; the policy's own log-prob, which training compares, is not
+            columns[1:] = [logprobs_of(logits, samples.token_ids, self.law.temperature), columns[-1]]
+            self.seen[index, samples.token_ids] = True
+        return torch.stack([column.double() for column in columns])
+
+    def _emit(self, first: int, drawn: Tensor, counts: Tensor | None) -> list[int]:
+        """Append to the rows from `first` on what they emitted, up to a stop or their limit.
+
+        drawn: (columns, count, width) from `_draw`; counts: (count,), how much of the width is real, None for all.
+        Returns how many tokens each row kept. This is the round's one copy to the host.
+        """
+        if counts is not None:
+            drawn = torch.cat([drawn, counts.double().expand(1, drawn.shape[2], -1).transpose(1, 2)])
+        if not bool(drawn.isfinite().all()):
+            raise FloatingPointError(
+                f"the model's logits are not finite after {self.stats.completion_tokens} tokens: its weights have "
+                "diverged or the input overflowed its precision; go back to the last good checkpoint."
+            )
+        host = drawn.tolist()
+        kept = []
+        for i, row in enumerate(self.rows[first:]):
+            emitted = 1 if counts is None else int(host[-1][i][0])
+            row.rounds += bool(row.tokens)
+            before = len(row.tokens)
+            for j in range(emitted):
+                row.tokens.append(int(host[0][i][j]))
+                row.logprobs.append(host[1][i][j])
+                if len(host) - (counts is not None) > 2:
+                    row.sampling_logprobs.append(host[2][i][j])
+                row.stopped = row.tokens[-1] in self.stops
+                if row.done:
+                    break
+            kept.append(len(row.tokens) - before)
+            row.accepted += min(kept[-1], emitted - 1)
+        self.stats.completion_tokens += sum(kept)
+        return kept
+
+    # Rows leave
+
+    def _retire(self) -> None:
+        for slot in reversed(range(len(self.rows))):
+            row = self.rows[slot]
+            if not row.done:
+                continue
+            mover = self.rows.pop()
+            if slot < len(self.rows):
+                self.cache.move_row(len(self.rows), slot, mover.length)
+                self.rows[slot] = mover
+                self.uids[slot] = mover.request.signed_uid
+                if self.proposer is not None:
+                    self.proposer.move_row(len(self.rows), slot)
+                if self.seen is not None:
+                    self.seen[slot] = self.seen[len(self.rows)]
+            completion = Completion(
+                index=row.request.index,
+                uid=row.request.uid,
+                token_ids=row.tokens,
+                logprobs=row.logprobs,
+                sampling_logprobs=row.sampling_logprobs or None,
+                finish_reason="stop" if row.stopped else "length",
+                rounds=row.rounds,
+                drafted=row.drafted,
+                accepted=row.accepted,
+            )
+            self.done.append(completion)
+            if self.notify is not None:
+                self.notify(completion)

@@ -11,8 +11,12 @@ from tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from fastgrpo.models.cache import CacheLayout, FreshKeys, Prefix, RaggedCache, as_hugging_face_cache, whole_lanes
+from fastgrpo.models.draft import DraftModel
 from fastgrpo.models.target import open_target
-from fastgrpo.speculation.engine import Engine, _Run
+from fastgrpo.speculation.batch import LiveBatch
+from fastgrpo.speculation.engine import Engine
+from fastgrpo.speculation.policy import make_policy
+from fastgrpo.speculation.proposers import DraftProposer
 from fastgrpo.speculation.sampling import SamplingParams
 
 LAYOUT = CacheLayout(((2, 4), (1, 6)), torch.float32, torch.device("cpu"))  # layers need not be alike
@@ -113,13 +117,13 @@ def test_hugging_faces_cache_reads_and_writes_the_store() -> None:
 # --- under an engine ------------------------------------------------------------------------------------------------
 
 
-class Watched(_Run):
-    """A run that compares every live row with a fresh prefill, after every pass."""
+class Watched(LiveBatch):
+    """A batch that compares every live row with a fresh prefill, after every round."""
 
     compared = 0
 
-    def step(self) -> None:
-        super().step()
+    def round(self) -> None:
+        super().round()
         for slot, row in enumerate(self.rows):
             text = [*row.request.prompt, *row.tokens[:-1]]
             assert row.length == len(text)
@@ -133,17 +137,23 @@ class Watched(_Run):
 
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "general"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_live_rows_are_a_fresh_prefill_of_their_text(arch: str, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgrpo.speculation.engine._Run", Watched)
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "trees"])
+def test_live_rows_are_a_fresh_prefill_of_their_text(
+    arch: str, lean: bool, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastgrpo.speculation.engine.LiveBatch", Watched)
     Watched.compared = 0
     model = tiny_model(arch)
-    engine = Engine(model, slots=3)
+    with torch.random.fork_rng():
+        proposer = DraftProposer(DraftModel.for_target(model)) if drafts else None
+    policy = make_policy("fixed", spec_depth=3, spec_width=3, spec_nodes=8) if drafts else None
+    engine = Engine(model, slots=3, proposer=proposer, policy=policy)
     engine.target = open_target(model, lean=lean)
     limits = [3, 9, 2, 5, 1, 7, 4, 2]  # rows leave from every place and others enter behind them
     engine.generate(
         random_prompts([4, 19, 1, 9]), SamplingParams(), group_size=2, max_new_tokens=limits, stop_token_ids=[]
     )
-    assert Watched.compared > 15
+    assert Watched.compared > (8 if drafts else 15)
 
 
 class Poisoned(RaggedCache):

@@ -246,7 +246,7 @@ def test_the_command_prints_a_table_and_ends_with_json(checkpoint: Path, capsys:
     [
         (["bench"], 2, "the following arguments are required: WHAT"),
         (["bench", "speed"], 2, "invalid choice: 'speed'"),
-        (["bench", "rollout", "--lengths", "3"], 1, "--lengths is not a flag of the rollout bench, which has --architecture"),
+        (["bench", "rollout", "--lengths", "3"], 1, "--lengths is not a flag of the rollout bench, which has --arch"),
         (["bench", "rollout", "--rows", "1,0"], 2, "must be positive numbers with commas"),
         (["bench", "context", "--repeats", "0"], 2, "0 must be at least 1"),
         (["bench", "rollout", "--row", "1"], 2, "unknown flag --row; did you mean --rows?"),

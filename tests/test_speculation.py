@@ -79,8 +79,9 @@ class Oracle:
         self.answers = {tuple(p): c.token_ids for p, c in zip(prompts, rollout.completions, strict=True)}
         self.shift = shift
 
-    def start(self, rows: int, capacity: int) -> None:
+    def start(self, rows: int, capacity: int) -> bool:
         self.rows: list[Any] = [None] * rows
+        return True
 
     def read_prompt(self, tokens: Sequence[int], prefix: Prefix) -> tuple[int, ...]:
         return tuple(tokens)
@@ -191,13 +192,16 @@ def test_a_perfect_draft_gives_depth_plus_one_and_a_wrong_one_gives_one(shift: i
     assert rollout.stats.passes == (20 if shift else 4)
 
 
-def test_a_draft_that_computes_nan_changes_nothing() -> None:
+@pytest.mark.parametrize("weight", [torch.nan, torch.inf, 3e38])
+def test_a_draft_that_computes_nan_changes_nothing(weight: float, caplog: pytest.LogCaptureFixture) -> None:
     draft = DraftModel.for_target(model_of("llama"))
     with torch.no_grad():
-        draft.lm_head.weight.fill_(torch.nan)
-    assert_same(
-        run("llama", "plain", proposer=DraftProposer(draft), policy=POLICIES["tree"]()), plainly("llama", "plain")
-    )
+        draft.lm_head.weight.fill_(weight)
+    rollout = run("llama", "plain", proposer=DraftProposer(draft), policy=POLICIES["tree"]())
+    assert_same(rollout, plainly("llama", "plain"))
+    assert rollout.stats.accepted == 0
+    # weights that are not finite are seen at once; ones that overflow draft nothing
+    assert ("decoded without it" in caplog.text) == (weight != 3e38)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])

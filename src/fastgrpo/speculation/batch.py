@@ -46,7 +46,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
-    rounds: int = 0
+    blocks: list[int] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
     stopped: bool = False
@@ -95,10 +95,9 @@ class LiveBatch:
         return bool(self.waiting or self.prompts or self.rows)
 
     def speculate(self, proposer: Proposer | None, policy: Policy, room: int) -> None:
-        """Draft with `proposer` as `policy` says; room: slots behind the text of every row."""
-        self.proposer, self.policy = proposer, policy
-        if proposer is not None:
-            proposer.start(self.cache.rows, self.cache.capacity + room)
+        """Draft with `proposer` as `policy` says, if it can; room: slots behind the text of every row."""
+        able = proposer is not None and proposer.start(self.cache.rows, self.cache.capacity + room)
+        self.proposer, self.policy = proposer if able else None, policy
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Consecutive requests with equal prompts become one group."""
@@ -132,7 +131,7 @@ class LiveBatch:
             drawn = self._draw(prompt.logits.expand(len(entering), -1), index, keys)
             if self.proposer is not None:
                 self.proposer.admit(prompt.state, first, drawn[0].long())
-            self._emit(first, drawn[:, :, None], None)
+            self._emit(first, drawn[:, :, None])
             self._retire()
 
     def _prefill(self, free: int) -> None:
@@ -172,34 +171,37 @@ class LiveBatch:
         lengths = torch.tensor([row.length for row in self.rows], device=self.device)
         roots = torch.tensor([row.tokens[-1] for row in self.rows], device=self.device)
         shape = self._shape()
-        if shape is None:
-            tree = None
+        tree = None if shape is None else self._propose(roots, lengths, shape)
+        proposed = time.perf_counter()
+        if tree is None:
             logits = self.target.decode(roots[:, None], lengths[:, None], self.cache, int(lengths.max()) + 1)
         else:
-            tree = self._propose(roots, lengths, shape)
             logits = self._verify(tree, lengths)
-        self.stats.passes += 1
         self.stats.live_rows.append(len(self.rows))
+        self.stats.drafts.append(0 if shape is None else shape.nodes)
         passed = time.perf_counter()
-        self.stats.decode_s += passed - started
         features = self.target.features
         if tree is None:
             index = torch.arange(len(self.rows), device=self.device)
             drawn = self._draw(logits[:, 0], index, self._keys(index, lengths + 1))[:, :, None]
-            kept = self._emit(0, drawn, None)
+            kept = self._emit(0, drawn)
         else:
             drawn, path = self._walk(tree, logits, lengths)
-            kept = self._emit(0, drawn, path.counts)
+            kept = self._emit(0, drawn, path.counts, tree.real[:, 1:].sum(1))
             sources, targets = path_slots(path.path, path.counts, lengths)
             if bool((sources != targets).any()):
                 self.cache.move_slots(sources, targets)
             if features is not None:
                 features = features.gather(1, path.path[:, :, None].expand(-1, -1, features.shape[2]))
+        sampled = time.perf_counter()
         if self.proposer is not None:
-            counts = torch.tensor(kept, device=self.device)
-            self.proposer.observe(features, drawn[0].long(), counts)
-        self.stats.sampling_s += time.perf_counter() - passed
-        self.policy.observe(shape, kept, time.perf_counter() - started)
+            self.proposer.observe(features, drawn[0].long(), torch.tensor(kept, device=self.device))
+        ended = time.perf_counter()
+        self.stats.passes += 1
+        self.stats.draft_s += (proposed - started) + (ended - sampled)
+        self.stats.decode_s += passed - proposed
+        self.stats.sampling_s += sampled - passed
+        self.policy.observe(shape, kept, ended - started)
         self._retire()
 
     def _shape(self) -> DraftShape | None:
@@ -214,9 +216,6 @@ class LiveBatch:
         index = torch.arange(len(roots), device=self.device)
         noise = None if self.law.greedy else lambda depth: self._keys(index, lengths + depth)
         tree = self.proposer.propose(roots, shape, noise)
-        drafted = tree.real[:, 1:].sum(1).tolist()
-        for row, count in zip(self.rows, drafted, strict=True):
-            row.drafted += count
         return tree.padded(bucket(tree.tokens.shape[1]))
 
     def _verify(self, tree: Tree, lengths: Tensor) -> Tensor:
@@ -260,14 +259,19 @@ class LiveBatch:
             self.seen[index, samples.token_ids] = True
         return torch.stack([column.double() for column in columns])
 
-    def _emit(self, first: int, drawn: Tensor, counts: Tensor | None) -> list[int]:
+    def _emit(
+        self, first: int, drawn: Tensor, counts: Tensor | None = None, drafted: Tensor | None = None
+    ) -> list[int]:
         """Append to the rows from `first` on what they emitted, up to a stop or their limit.
 
-        drawn: (columns, count, width) from `_draw`; counts: (count,), how much of the width is real, None for all.
-        Returns how many tokens each row kept. This is the round's one copy to the host.
+        drawn: (columns, count, width) from `_draw`; counts: (count,), how much of the width is real, and drafted:
+        (count,), how much was proposed; None for one token each that nobody proposed. Returns how many tokens each row
+        kept. This is the round's one copy to the host.
         """
-        if counts is not None:
-            drawn = torch.cat([drawn, counts.double().expand(1, drawn.shape[2], -1).transpose(1, 2)])
+        columns = len(drawn)
+        if counts is not None and drafted is not None:
+            ends = torch.stack([counts, drafted]).double()[:, :, None].expand(-1, -1, drawn.shape[2])
+            drawn = torch.cat([drawn, ends])
         if not bool(drawn.isfinite().all()):
             raise FloatingPointError(
                 f"the model's logits are not finite after {self.stats.completion_tokens} tokens: its weights have "
@@ -276,19 +280,21 @@ class LiveBatch:
         host = drawn.tolist()
         kept = []
         for i, row in enumerate(self.rows[first:]):
-            emitted = 1 if counts is None else int(host[-1][i][0])
-            row.rounds += bool(row.tokens)
+            emitted = 1 if counts is None else int(host[columns][i][0])
             before = len(row.tokens)
             for j in range(emitted):
                 row.tokens.append(int(host[0][i][j]))
                 row.logprobs.append(host[1][i][j])
-                if len(host) - (counts is not None) > 2:
+                if columns > 2:
                     row.sampling_logprobs.append(host[2][i][j])
                 row.stopped = row.tokens[-1] in self.stops
                 if row.done:
                     break
             kept.append(len(row.tokens) - before)
-            row.accepted += min(kept[-1], emitted - 1)
+            row.blocks.append(kept[-1])
+            drafts, accepted = 0 if counts is None else int(host[columns + 1][i][0]), min(kept[-1], emitted - 1)
+            row.drafted, row.accepted = row.drafted + drafts, row.accepted + accepted
+            self.stats.drafted, self.stats.accepted = self.stats.drafted + drafts, self.stats.accepted + accepted
         self.stats.completion_tokens += sum(kept)
         return kept
 
@@ -315,7 +321,7 @@ class LiveBatch:
                 logprobs=row.logprobs,
                 sampling_logprobs=row.sampling_logprobs or None,
                 finish_reason="stop" if row.stopped else "length",
-                rounds=row.rounds,
+                blocks=row.blocks,
                 drafted=row.drafted,
                 accepted=row.accepted,
             )

@@ -95,9 +95,9 @@ class Engine:
                 batch.round()
                 stats.total_s = time.perf_counter() - started
                 if on_round is not None:
-                    on_round(Progress(len(batch.done), len(requests), stats.completion_tokens, stats.total_s))
-        done = batch.done
-        return Rollout(sorted(done, key=lambda completion: completion.index), stats)
+                    done, tokens = len(batch.done), stats.completion_tokens
+                    on_round(Progress(done, len(requests), tokens, stats.total_s, stats.accept_length))
+        return Rollout(sorted(batch.done, key=lambda completion: completion.index), stats)
 
     def _draft_room(self, slots: int) -> int:
         """Slots behind the text that the largest draft takes, the draft's own beams and padding included."""

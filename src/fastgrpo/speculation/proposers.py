@@ -7,6 +7,7 @@ row, in the order of the target's cache, and moves it when the batch moves rows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,8 @@ from fastgrpo.models.draft import DraftModel
 from fastgrpo.speculation.noise import arrival_times
 from fastgrpo.speculation.policy import DraftShape
 from fastgrpo.speculation.tree import Tree, best_nodes, grow
+
+logger = logging.getLogger(__name__)
 
 # noise(depth): the keys of the token `depth` positions behind each row's root, (n, 2) int64; None for greedy decoding.
 Noise = Callable[[int], Tensor] | None
@@ -39,8 +42,8 @@ class Proposer(Protocol):
 
     taps: tuple[int, ...]  # hidden_states of the target that it learns from; () for none
 
-    def start(self, rows: int, capacity: int) -> None:
-        """Forget everything; at most `rows` rows of at most `capacity` tokens will come."""
+    def start(self, rows: int, capacity: int) -> bool:
+        """Forget everything; at most `rows` rows of at most `capacity` tokens will come. False: it cannot draft."""
 
     def read_prompt(self, tokens: Sequence[int], prefix: Prefix) -> PromptState:
         """Run a prompt once; `prefix` is the target's, with features."""
@@ -71,7 +74,10 @@ class DraftProposer:
         self.draft, self.temperature = draft, temperature
         self.taps = tuple(draft.config.feature_layers)
 
-    def start(self, rows: int, capacity: int) -> None:
+    def start(self, rows: int, capacity: int) -> bool:
+        if not all(bool(weights.isfinite().all()) for weights in self.draft.parameters()):
+            logger.warning("The draft's weights are not finite, so this rollout is decoded without it.")
+            return False
         layout = self.draft.layout
         # behind the text: beams of a draft, and a last slot that padding is written to and nobody looks at
         self.cache = RaggedCache(layout, rows, capacity)
@@ -80,6 +86,7 @@ class DraftProposer:
         self.waiting = torch.zeros_like(self.fed)  # inputs not yet there
         self.features: Tensor | None = None  # (rows, buffer, f)
         self.tokens = torch.zeros((rows, 0), dtype=torch.long, device=layout.device)
+        return True
 
     def read_prompt(self, tokens: Sequence[int], prefix: Prefix) -> PromptState:
         assert prefix.features is not None

@@ -29,8 +29,9 @@ class Completion:
 
     token_ids: the response, its stop token included, at least one. logprobs: log softmax(logits / temperature) of each
     over the full vocabulary (temperature 1 when greedy). sampling_logprobs: under the law that was drawn from, None
-    when that is the same one: no truncation and no repetition penalty. rounds: target passes that this row took part
-    in after its prefill; drafted, accepted: draft tokens.
+    when that is the same one: no truncation and no repetition penalty. blocks: how many tokens each target pass gave
+    it, the prefill's 1 first; all but the last of a later block were drafted, but for a row that ended inside one.
+    drafted, accepted: draft tokens.
     """
 
     index: int
@@ -39,27 +40,45 @@ class Completion:
     logprobs: list[float]
     sampling_logprobs: list[float] | None
     finish_reason: Literal["stop", "length"]
-    rounds: int
+    blocks: list[int]
     drafted: int
     accepted: int
+
+    @property
+    def rounds(self) -> int:
+        """Target passes that this row took part in after its prefill."""
+        return len(self.blocks) - 1
 
 
 @dataclass
 class RolloutStats:
     """Where a rollout's time went, in seconds, and how much it did.
 
-    prompt_tokens counts each distinct prompt once; live_rows has the number of live rows of every decoding pass.
+    prompt_tokens counts each distinct prompt once; live_rows has the number of live rows of every decoding pass, and
+    drafts how many drafted tokens of each row it verified, 0 for a plain one. drafted, accepted: draft tokens of all
+    rows. decode_s: the target's passes; draft_s: proposing and what proposers learn from a round.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
     setup_s: float = 0.0
     prefill_s: float = 0.0
+    draft_s: float = 0.0
     decode_s: float = 0.0
     sampling_s: float = 0.0
     total_s: float = 0.0
     live_rows: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens that a row gained in a pass that verified drafts, on average, the target's own included, as vLLM
+        counts it; None before the first such pass."""
+        rounds = sum(rows for rows, drafts in zip(self.live_rows, self.drafts, strict=True) if drafts)
+        return 1 + self.accepted / rounds if rounds else None
 
 
 @dataclass
@@ -72,12 +91,13 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a running rollout is."""
+    """How far a running rollout is. accept_length: as in `RolloutStats`."""
 
     rows_done: int
     rows_total: int
     tokens: int
     elapsed_s: float
+    accept_length: float | None = None
 
 
 def whole_number(name: str, value: Any, at_least: int | None = None) -> int:

@@ -28,7 +28,7 @@ from fastgrpo.grpo.rewards import number_reward
 
 TASK = (
     "reasoning_gym:basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-    '&operators=["%2B","-","*"]&allow_parentheses=false&allow_negation=false&size=160'
+    '&operators=["+","-","*"]&allow_parentheses=false&allow_negation=false&size=160'
 )
 HELD_OUT = 200
 

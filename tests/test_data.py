@@ -54,6 +54,13 @@ def test_reasoning_gym_items_are_distinct_disjoint_and_repeatable() -> None:
         assert int(answer) == int(left) + int(f"{sign}{right}")
 
 
+def test_reasoning_gym_settings_are_json_and_a_plus_is_a_plus() -> None:
+    source = "reasoning_gym:basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators={}&size=5"
+    for written in ('["+"]', '["%2B"]'):
+        questions = load_prompts(source.format(written)).train["prompt"]
+        assert all("+" in question[-1]["content"] for question in questions)
+
+
 def test_reasoning_gym_sizes() -> None:
     assert len(load_prompts("reasoning_gym:chain_sum", limit=7).train) == 7
     assert len(load_prompts("reasoning_gym:chain_sum?size=9", limit=7, eval_size=0.5).train) == 7

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from tiny import tiny_checkpoint
+from trainers import draft_for
 
 from fastgrpo import cli
 from fastgrpo.cli.grpo import RunArguments, adapter, closing_lines, resolve
@@ -87,6 +88,22 @@ def test_a_run_from_file_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture
     assert config.learning_rate == 1e-4 and config.max_steps == 1
 
 
+def test_a_run_with_a_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_checkpoint(tmp_path, "qwen2")
+    draft_for("qwen2").save_pretrained(tmp_path / "draft")
+    file = write_config(tmp_path, draft_model=str(tmp_path / "draft"), spec_policy="fixed", spec_depth=2)
+    assert exit_code(["grpo", "--config", str(file), "--spec_depth", "4"]) == 0
+    assert "of the drafted tokens were accepted" in capsys.readouterr().out
+    speculation = json.loads((tmp_path / "run" / "summary.json").read_text())["speculation"]
+    assert speculation["draft"] == str(tmp_path / "draft") and speculation["policy"] == "fixed"
+    assert speculation["drafted"] == 4 * speculation["row_passes"] > 0  # the flag won over the file
+    _, config = resolved(tmp_path / "run" / "resolved_config.yaml")
+    assert (config.draft_model, config.spec_policy, config.spec_depth) == (str(tmp_path / "draft"), "fixed", 4)
+
+    file.write_text(file.read_text().replace("spec_policy: fixed", "spec_policy: off"))  # which YAML reads as false
+    assert resolved(file)[1].spec_policy == "off"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -121,6 +138,8 @@ def test_a_wrong_command_line_exits_2(
         ({"dataset_name": None}, 1, "dataset_name is missing. Give --dataset_name"),
         ({"use_vllm": True}, 1, "use_vllm=True asks for another rollout engine"),
         ({"temperature": 0}, 1, "temperature=0 must be above 0"),
+        ({"spec_policy": "fxed"}, 1, "spec_policy='fxed': 'fxed' is no policy: did you mean 'fixed'?"),
+        ({"spec_depth": 2.5}, 1, "spec_depth is 2.5, and must be an integer"),
         ({"reward_funcs": ["nmber"]}, 1, "there is no reward 'nmber'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

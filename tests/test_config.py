@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from trl import GRPOConfig
 
-from fastgrpo.config import FastGRPOConfig
+from fastgrpo.config import POLICY_KNOBS, FastGRPOConfig, policy_of
+from fastgrpo.speculation.policy import FixedPolicy, OffPolicy, PaperPolicy, ThresholdPolicy
 
 
 def make(folder: Path, **settings: Any) -> FastGRPOConfig:
@@ -21,7 +22,8 @@ def make(folder: Path, **settings: Any) -> FastGRPOConfig:
 def test_every_field_of_trl_is_there_with_its_default(tmp_path: Path) -> None:
     ours = {f.name: f for f in dataclasses.fields(FastGRPOConfig)}
     theirs = {f.name: f for f in dataclasses.fields(GRPOConfig)}
-    assert set(ours) - set(theirs) == {"rollout_slots", "rollout_dtype", "rollout_correction_cap"}
+    rollouts = {"rollout_slots", "rollout_dtype", "rollout_correction_cap"}
+    assert set(ours) - set(theirs) == rollouts | {"draft_model", "spec_policy", *POLICY_KNOBS}
     assert not set(theirs) - set(ours)
     assert [n for n in theirs if ours[n].default != theirs[n].default] == []
 
@@ -64,6 +66,12 @@ def test_an_unknown_field_is_named_with_the_nearest_one(tmp_path: Path, name: st
         ({"rollout_slots": 0}, "rollout_slots=0 must be at least 1"),
         ({"rollout_dtype": "bf16"}, "rollout_dtype='bf16' must be one of float32, bfloat16, float16"),
         ({"rollout_correction_cap": 0.5}, "rollout_correction_cap=0.5 must be at least 1"),
+        ({"spec_policy": "papre"}, "spec_policy='papre': .*did you mean 'paper'. the policies are paper, threshold"),
+        ({"spec_policy": True}, "spec_policy=True: True is no policy"),
+        ({"max_draft_k": 0}, "spec_policy='paper': max_draft_k is 0, but must be a whole number of at least 1: give"),
+        ({"spec_policy": "fixed", "spec_depth": 1.5}, "spec_policy='fixed': spec_depth is 1.5, but must be a whole"),
+        ({"spec_policy": "fixed", "spec_nodes": 9}, "spec_nodes is 9, but a draft of depth 3.*lower it to 3"),
+        ({"draft_token_length_c": float("nan")}, "draft_token_length_c is nan, but must be finite and > 0"),
         (
             {"generation_kwargs": {"num_beams": 4}},
             "generation_kwargs key 'num_beams' .4. cannot be honoured.*remove it",
@@ -86,6 +94,18 @@ def test_generation_kwargs_that_can_be_honoured_pass(tmp_path: Path) -> None:
     assert make(tmp_path, generation_kwargs='{"top_k": 5}').generation_kwargs == {
         "top_k": 5
     }  # as a command line has it
+
+
+def test_a_policys_fields_are_its_own_and_unset_ones_its_defaults(tmp_path: Path) -> None:
+    assert policy_of(make(tmp_path)) == PaperPolicy()
+    knobs = {"verification_capacity": 60, "draft_token_length_c": 0.5, "max_draft_k": 4, "spec_width": 2}
+    given = {"verification_capacity": 60, "draft_token_length_c": 0.5, "max_draft_k": 4}
+    assert policy_of(make(tmp_path, **knobs)) == PaperPolicy(**given)
+    assert policy_of(make(tmp_path, spec_policy="fixed", **knobs)) == FixedPolicy(spec_width=2)
+    threshold = policy_of(make(tmp_path, spec_policy="threshold", spec_threshold_rows=5, spec_depth=2))
+    assert threshold == ThresholdPolicy(spec_threshold_rows=5, spec_depth=2)
+    assert policy_of(make(tmp_path, spec_policy="off", spec_depth=2)) == OffPolicy()
+    assert make(tmp_path, spec_policy=False).spec_policy == "off"  # YAML reads a bare off as false
 
 
 def test_a_config_can_be_copied_and_pickled(tmp_path: Path) -> None:

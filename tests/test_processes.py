@@ -1,4 +1,5 @@
-"""One process and two sample the same tokens when the generation batch is the same: uids name rows over all ranks."""
+"""One process and two, which speculate, sample the same tokens when the generation batch is the same: uids name rows
+over all ranks, and drafts change nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import processes_run
 import pytest
+from trainers import draft_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -22,9 +24,16 @@ def read(folder: Path, rank: int) -> list[list[Any]]:
 def test_one_process_and_two_agree(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     here = Path(processes_run.__file__)
-    environment = {**os.environ, "PYTHONPATH": str(here.parent), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    draft = tmp_path / "draft"
+    draft_for("qwen2").save_pretrained(draft)
     done = subprocess.run(
-        [*command, str(here), str(tmp_path / "two")], capture_output=True, text=True, timeout=300, env=environment
+        [*command, str(here), str(tmp_path / "two"), str(draft)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     processes_run.run(tmp_path / "one")
@@ -39,3 +48,6 @@ def test_one_process_and_two_agree(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())
     assert summary["processes"] == 2
     assert summary["tokens"]["rollout"] == sum(len(ids) for *_, completions in together for ids in completions)
+    speculation = summary["speculation"]  # of both ranks
+    assert (speculation["responses"], speculation["tokens"]) == (16, summary["tokens"]["rollout"])
+    assert speculation["drafted"] > 0

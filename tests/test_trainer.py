@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from tiny import EOS_ID, tiny_model
-from trainers import PROMPTS, Turn, distinct_characters, fake_engine, make_trainer, record_turns, rows
+from trainers import PROMPTS, Turn, distinct_characters, draft_for, fake_engine, make_trainer, record_turns, rows
 from trl import GRPOConfig
 
 from fastgrpo.grpo.accounting import PHASES
@@ -104,8 +104,10 @@ def test_the_same_seed_gives_the_same_completions_for_any_number_of_slots(tmp_pa
     assert turns[0].completions != drawn[None][0]
 
 
-def test_rollouts_leave_the_model_and_the_global_random_states_alone(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, peft=LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
+@pytest.mark.parametrize("settings", [{}, {"spec_policy": "fixed", "spec_width": 2}], ids=["plain", "drafts"])
+def test_rollouts_leave_the_model_and_the_global_random_states_alone(tmp_path: Path, settings: dict[str, Any]) -> None:
+    lora = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
+    trainer = make_trainer(tmp_path, peft=lora, draft_model=draft_for("qwen2") if settings else None, **settings)
     trainer.model.train()
     found: list[bool] = []
     original = trainer._rollout
@@ -128,6 +130,7 @@ def test_rollouts_leave_the_model_and_the_global_random_states_alone(tmp_path: P
     trainer._rollout = checked  # type: ignore[method-assign]
     trainer._generate_and_score_completions(rows(trainer))
     assert found == [True]
+    assert (trainer._tally.drafted > 0) == bool(settings)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,6 @@ def test_a_plain_config_a_learned_prompt_and_a_prompt_without_room_are_refused(t
     context = trainer.model.config.max_position_embeddings
     with pytest.raises(ValueError, match=f"A prompt of {context + 1} tokens leaves no room"):
         trainer._generate_and_score_completions([{"prompt": "a" * (context + 1)}] * 4)
-    assert trainer._fit([[1] * (context - 3), [1]], [8, 8]) == [3, 8]
 
 
 def test_the_seam_cannot_be_called_without_a_place_in_the_run(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny import EOS_ID, PAD_ID, VOCAB_SIZE
-from trainers import make_trainer, rows
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from trainers import make_trainer, olmo, rows
 
 from fastgrpo.config import FastGRPOConfig
 from fastgrpo.grpo.rollouts import check_correctable
@@ -49,17 +47,6 @@ def test_another_precision_weights_the_advantages_and_says_by_how_much(tmp_path:
     mask = output["completion_mask"].bool()
     torch.testing.assert_close(output["advantages"][mask], (advantages * ratio)[mask])
     assert trainer.model.training
-
-
-def olmo() -> PreTrainedModel:
-    """A family without a lean path, so that the engine runs the model's own forward."""
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-    ids = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo2", **sizes, **heads, **ids))
-    for weight in model.parameters():
-        weight.data.mul_(20 if weight.dim() == 2 else 1)  # from nearly uniform to a law that depends on the context
-    return model
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,10 @@ def test_the_release_is_the_one_that_was_read() -> None:
     assert version("trl").startswith("1.16."), "run this file against the new TRL, then move the pin in pyproject.toml"
 
 
-def test_the_constructor_is_trls() -> None:
-    assert parameters(FastGRPOTrainer.__init__) == parameters(GRPOTrainer.__init__), "FastGRPOTrainer.__init__"
-    ours, theirs = (inspect.signature(c.__init__).parameters for c in (FastGRPOTrainer, GRPOTrainer))
+def test_the_constructor_is_trls_and_draft_model() -> None:
+    ours, theirs = (dict(inspect.signature(c.__init__).parameters) for c in (FastGRPOTrainer, GRPOTrainer))
+    assert ours.pop("draft_model").kind is inspect.Parameter.KEYWORD_ONLY
+    assert list(ours) == list(theirs), "FastGRPOTrainer.__init__"
     assert [p.default for p in ours.values()] == [p.default for p in theirs.values()], "FastGRPOTrainer.__init__"
 
 
@@ -110,7 +111,7 @@ def test_log_probs_are_asked_for_by_these_arguments() -> None:
     expected = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
     assert names[:7] == expected, "FastGRPOTrainer._trainer_logprobs"
     assert parameters(disable_gradient_checkpointing) == ["model", "gradient_checkpointing_kwargs"], "_trainer_logprobs"
-    assert parameters(unwrap_model_for_generation)[:2] == ["model", "accelerator"], "_model_for_rollout (ZeRO-3)"
+    assert parameters(unwrap_model_for_generation)[:2] == ["model", "accelerator"], "model_for_rollout (ZeRO-3)"
 
 
 def test_the_attributes_that_we_read(tmp_path: Path) -> None:
@@ -118,7 +119,8 @@ def test_the_attributes_that_we_read(tmp_path: Path) -> None:
     assert trainer._step == 0, "_save_checkpoint and _load_optimizer_and_scheduler restore the micro-step"
     assert trainer._is_vlm is False, "_generate_single_turn: which rows take TRL's own path"
     assert trainer.eos_token_ids == [EOS_ID], "_rollout: stop ids"
-    assert (trainer._dist.is_zero3, trainer._dist.fsdp_version) == (False, None), "_model_for_rollout"
+    backend = trainer._dist
+    assert (backend.is_zero3, backend.is_fsdp, backend.fsdp_version) == (False, False, None), "grpo/live_model.py"
     assert trainer.use_vllm is False and trainer.max_completion_length == 6 and trainer.num_iterations == 1
     assert trainer.args.steps_per_generation == 1, "_load_optimizer_and_scheduler"
     assert trainer.accelerator.mixed_precision == "no", "FastGRPOTrainer.__init__: the precision of training"
@@ -213,7 +215,7 @@ def test_the_mode_is_the_models(tmp_path: Path) -> None:
 def test_forward_is_replaced_on_the_instance(tmp_path: Path, peft: Any) -> None:
     model = make(tmp_path, peft=peft).model
     base = model.get_base_model() if peft else model
-    assert "forward" in vars(base), "_model_for_rollout takes it off and puts it back"
+    assert "forward" in vars(base), "model_for_rollout takes it off and puts it back"
 
 
 def test_a_step_is_closed_before_it_is_logged(tmp_path: Path) -> None:

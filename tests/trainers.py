@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
-from transformers import PreTrainedModel
+from tiny import EOS_ID, PAD_ID, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fastgrpo.config import FastGRPOConfig
 from fastgrpo.grpo.trainer import FastGRPOTrainer
+from fastgrpo.models.draft import DraftModel
 from fastgrpo.speculation.requests import Completion, Rollout, RolloutStats
 
 PROMPTS = ["abc", "hello there", "xy 12", "q", "Zz?", "one two", "m", "9 8 7"]
@@ -25,7 +27,8 @@ def make_trainer(
     folder: Path, model: str | PreTrainedModel = "qwen2", *, peft: Any = None, **settings: Any
 ) -> FastGRPOTrainer:
     """A trainer over a tiny model: 4 rows (1 prompt) per step unless told otherwise."""
-    others = {name: settings.pop(name) for name in ("rollout_func", "reward_funcs", "eval_dataset") if name in settings}
+    apart = ("rollout_func", "reward_funcs", "eval_dataset", "draft_model")
+    others = {name: settings.pop(name) for name in apart if name in settings}
     defaults = {
         "use_cpu": True,
         "max_steps": 2,
@@ -46,6 +49,24 @@ def make_trainer(
         processing_class=tiny_tokenizer(),
         peft_config=peft,
     )
+
+
+def olmo() -> PreTrainedModel:
+    """A family without a lean path, so that the engine runs the model's own forward."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    ids = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo2", **sizes, **heads, **ids))
+    for weight in model.parameters():
+        weight.data.mul_(20 if weight.dim() == 2 else 1)  # from nearly uniform to a law that depends on the context
+    return model
+
+
+def draft_for(model: str | PreTrainedModel) -> DraftModel:
+    """An untrained draft, the same for the same shape of model: now and then it is right, because noise is shared."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return DraftModel.for_target(tiny_model(model) if isinstance(model, str) else model)
 
 
 def fake_engine(trainer: FastGRPOTrainer) -> None:

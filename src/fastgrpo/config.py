@@ -1,4 +1,4 @@
-"""FastGRPOConfig: TRL's GRPOConfig, three fields for the rollouts, and checks that refuse what cannot be honoured.
+"""FastGRPOConfig: TRL's GRPOConfig, fields for rollouts and drafts, and checks that refuse what cannot be honoured.
 
 Holds no model code. Every sampling field of GRPOConfig is either honoured by the rollout engine or refused here by
 name; nothing is dropped in silence.
@@ -16,6 +16,8 @@ import torch
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
+from fastgrpo.speculation.policy import PaperPolicy, Policy, ThresholdPolicy, make_policy
+
 ROLLOUT_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -24,6 +26,9 @@ ROLLOUT_DTYPES: dict[str, torch.dtype] = {
 
 # The keys of generation_kwargs that the engine has a meaning for; they override the config's field, as in TRL.
 MERGED_GENERATION_KWARGS = ("top_p", "top_k", "min_p", "repetition_penalty")
+
+# What the policies can be told: a field each, and where it is unset, the policy's own default holds.
+POLICY_KNOBS = tuple(knob.name for policy in (PaperPolicy, ThresholdPolicy) for knob in dataclasses.fields(policy))
 
 _GONE = {
     "max_prompt_length": (
@@ -55,6 +60,15 @@ class FastGRPOConfig(GRPOConfig):
             (the mixed-precision type, else that of the weights). Another precision than training's turns on the
             correction: advantages times min(exp(trainer log-prob - sampler log-prob), rollout_correction_cap).
         rollout_correction_cap: that cap, at least 1.
+        draft_model: folder or hub id of a draft model that fits the model (`DraftModel.save_pretrained`). Rollouts
+            speculate with it: the same tokens in fewer passes. None decodes plainly; so does `spec_policy="off"`.
+        spec_policy: how much is drafted for the rows that are live: "paper", "threshold", "fixed" or "off".
+        spec_depth, spec_width, spec_nodes: the draft of "fixed" and "threshold": levels, children of a node (1 is a
+            chain) and how many drafted tokens the model verifies.
+        spec_threshold_rows: most live rows for which "threshold" drafts.
+        verification_capacity, max_draft_token_length, min_draft_token_length, max_draft_k, max_verification_num,
+            draft_token_length_c: the knobs of "paper", under their published names. As with every field of a policy,
+            None is its default (`fastgrpo.speculation.policy`), and a policy reads and checks its own fields alone.
 
     Raises:
         TypeError: an unknown field, with the nearest name.
@@ -80,6 +94,32 @@ class FastGRPOConfig(GRPOConfig):
         default=2.0,
         metadata={"help": "Cap of the weight exp(trainer log-prob - sampler log-prob) when rollout_dtype is another."},
     )
+    draft_model: str | None = field(
+        default=None,
+        metadata={"help": "Folder or hub id of a draft model: rollouts speculate with it. Unset: plain decoding."},
+    )
+    spec_policy: str = field(
+        default="paper",
+        metadata={"help": "How much is drafted for the rows that are live: paper, threshold, fixed or off."},
+    )
+    spec_depth: int | None = field(default=None, metadata={"help": "fixed, threshold: levels of a draft."})
+    spec_width: int | None = field(
+        default=None, metadata={"help": "fixed, threshold: children of a drafted token, 1 is a chain."}
+    )
+    spec_nodes: int | None = field(
+        default=None, metadata={"help": "fixed, threshold: drafted tokens that are verified."}
+    )
+    spec_threshold_rows: int | None = field(default=None, metadata={"help": "threshold: most live rows that draft."})
+    verification_capacity: int | None = field(
+        default=None, metadata={"help": "paper: tokens of a pass that cost no more than one."}
+    )
+    max_draft_token_length: int | None = field(default=None, metadata={"help": "paper: most levels of a draft."})
+    min_draft_token_length: int | None = field(default=None, metadata={"help": "paper: fewest levels of a draft."})
+    max_draft_k: int | None = field(default=None, metadata={"help": "paper: most children of a drafted token."})
+    max_verification_num: int | None = field(default=None, metadata={"help": "paper: most tokens of a row in a pass."})
+    draft_token_length_c: float | None = field(
+        default=None, metadata={"help": "paper: the better the draft, the smaller."}
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FastGRPOConfig:
         # The dataclass' own __init__ would name the unknown field too, but not the one that was meant.
@@ -92,10 +132,22 @@ class FastGRPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        if self.spec_policy is False:  # what YAML makes of a bare off
+            self.spec_policy = "off"
         _refuse_other_engines(self)
         super().__post_init__()
         _check_rollout_fields(self)
         _check_generation_kwargs(self.generation_kwargs or {}, temperature=self.temperature)
+        policy_of(self)
+
+
+def policy_of(config: FastGRPOConfig) -> Policy:
+    """The policy that `config` names, with the knobs that it sets. Raises ValueError for what the policy refuses."""
+    values = {name: getattr(config, name) for name in POLICY_KNOBS}
+    try:
+        return make_policy(config.spec_policy, **{name: value for name, value in values.items() if value is not None})
+    except ValueError as error:
+        raise ValueError(f"spec_policy={config.spec_policy!r}: {error}") from None
 
 
 def _refuse_other_engines(config: FastGRPOConfig) -> None:

@@ -88,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Every field of FastGRPOConfig, that is of TRL's GRPOConfig and transformers' TrainingArguments, is a flag and "
         "a key of the file as well: --learning_rate 1e-5 --num_generations 8 --max_completion_length 256. Added here: "
-        "--rollout_slots, --rollout_dtype, --rollout_correction_cap."
+        "--rollout_slots, --rollout_dtype, --rollout_correction_cap; for speculation --draft_model, --spec_policy and "
+        "what the policies can be told, such as --spec_depth or --verification_capacity."
     )
     parser.add_argument("--config", type=Path, default=argparse.SUPPRESS, help="YAML file of keys and values")
     for f in dataclasses.fields(RunArguments):
@@ -300,6 +301,11 @@ def closing_lines(summary: dict[str, Any], folder: str) -> str:
     if summary["ceiling_of_faster_sampling"] is not None:
         ceiling = summary["ceiling_of_faster_sampling"]
         lines.append(f"Infinitely fast sampling would make these steps {ceiling:.2f} times as fast, no more.")
+    if (drafting := summary.get("speculation", {})).get("drafted"):
+        lines.append(
+            f"With drafts a response gained {drafting['tokens_per_target_forward']:.2f} tokens in a pass of the model; "
+            f"{drafting['acceptance_rate']:.0%} of the drafted tokens were accepted."
+        )
     if summary["reward"]["first"] is not None:
         first, last = summary["reward"]["first"], summary["reward"]["last"]
         lines.append(f"Mean reward of the first generation {first:.3f}, of the last {last:.3f}.")

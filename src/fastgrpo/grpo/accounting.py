@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 # A training step is these four and "other" (tokenising, padding, advantages). "update" is forward, backward, optimizer.
 PHASES = ("rollout", "reward", "logprob", "update")
 _COUNTS = ("rollout_tokens", "train_tokens")
+_KEYS = (*PHASES, *_COUNTS, "step", "draft")  # a step's numbers; drafting is a part of the rollout
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Account:
     device: torch.device
     evaluating: bool = False
     steps: int = 0
-    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, *_COUNTS, "step"), 0.0))
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_KEYS, 0.0))
     evaluation_s: float = 0.0
     rewards: list[float] = field(default_factory=list)  # mean reward of each generation of training
     _started: float = field(default_factory=time.perf_counter)
@@ -37,6 +38,7 @@ class Account:
     _prepare_s: float = 0.0
     _phase_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _rollout_tokens: int = 0
+    _draft_s: float = 0.0
     _train_tokens: torch.Tensor | int = 0
 
     def now(self) -> float:
@@ -74,9 +76,10 @@ class Account:
             self.evaluating = False
             self.evaluation_s += self.now() - began
 
-    def add_rollout(self, tokens: int) -> None:
+    def add_rollout(self, tokens: int, draft_s: float = 0.0) -> None:
         if not self.evaluating:
             self._rollout_tokens += tokens
+            self._draft_s += draft_s
 
     def add_trained(self, tokens: torch.Tensor) -> None:
         """`tokens`: a scalar on the device; it is read at the end of the step, not here."""
@@ -87,26 +90,28 @@ class Account:
         self._step_began = self.now()
 
     def end_step(self) -> list[float]:
-        """Close the step and return its numbers in this process: PHASES, _COUNTS, then the whole step's seconds."""
+        """Close the step and return its numbers in this process, in the order of _KEYS."""
         step_s = self.now() - self._step_began if self._step_began is not None else 0.0
         self._phase_s["update"] = max(0.0, step_s - self._prepare_s)
-        numbers = [*(self._phase_s[name] for name in PHASES), self._rollout_tokens, float(self._train_tokens), step_s]
+        counts = (self._rollout_tokens, float(self._train_tokens))
+        numbers = [*(self._phase_s[name] for name in PHASES), *counts, step_s, self._draft_s]
         self._phase_s = dict.fromkeys(PHASES, 0.0)
-        self._prepare_s, self._rollout_tokens, self._train_tokens = 0.0, 0, 0
+        self._prepare_s, self._draft_s, self._rollout_tokens, self._train_tokens = 0.0, 0.0, 0, 0
         return numbers
 
     def book(self, per_rank: torch.Tensor) -> dict[str, float]:
-        """Add one step's numbers, (ranks, 7) as `end_step` returns them, to the totals and return its metrics.
+        """Add one step's numbers, (ranks, 8) as `end_step` returns them, to the totals and return its metrics.
 
         Seconds are means over ranks, tokens sums; a throughput is all tokens over the slowest rank's seconds.
         """
-        keys = (*PHASES, *_COUNTS, "step")
-        by_key = dict(zip(keys, per_rank.double().unbind(dim=1), strict=True))
+        by_key = dict(zip(_KEYS, per_rank.double().unbind(dim=1), strict=True))
         step = {key: (ranks.sum() if key in _COUNTS else ranks.mean()).item() for key, ranks in by_key.items()}
         for key, value in step.items():
             self.totals[key] += value
         self.steps += 1
         metrics = {f"time/{name}": step[name] for name in PHASES}
+        if self.totals["draft"]:
+            metrics["time/draft"] = step["draft"]
         for name, tokens, phase in (("rollout", "rollout_tokens", "rollout"), ("train", "train_tokens", "update")):
             slowest = by_key[phase].max().item()
             if slowest > 0 and step[tokens] > 0:

@@ -1,7 +1,8 @@
 """What a trainer must know about rollouts besides the tokens: their law, who each sequence is, how far off the sampler.
 
 The sampling law of a config, sequence uids (the key of a sequence's noise), the ledger that keeps a row's uid over
-the turns of a tool loop, the live bar, the precision correction. Knows nothing of TRL or of how tokens are drawn.
+the turns of a tool loop, limits that fit the model's context, the live bar, the precision correction. Knows nothing of
+TRL or of how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -122,8 +123,22 @@ class RowLedger:
         return [max(1, max_completion_length - tokens) for tokens in used]  # TRL cuts the 1 off where nothing is left
 
 
+def fit_to_context(limits: Sequence[int], prompts: Sequence[Sequence[int]], context: int | None) -> list[int]:
+    """The limits, cut to what a model with so many positions leaves. ValueError for a prompt that leaves nothing."""
+    if context is None:
+        return list(limits)
+    longest = max(map(len, prompts))
+    if longest >= context:
+        raise ValueError(
+            f"A prompt of {longest} tokens leaves no room for a response in the model's context of {context}. Filter "
+            "long prompts out of the dataset; they are never truncated."
+        )
+    return [min(limit, context - len(prompt)) for limit, prompt in zip(limits, prompts, strict=True)]
+
+
 class RolloutBar:
-    """A transient line on standard error while a rollout runs: rows done, tokens per second. Nothing off a terminal."""
+    """A transient line on standard error while a rollout runs: rows done, tokens per second, and with drafts the accept
+    length. Nothing off a terminal."""
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted = wanted and sys.stderr.isatty()
@@ -135,7 +150,10 @@ class RolloutBar:
         if self._line is None:
             self._line = tqdm(total=progress.rows_total, desc="rollout", unit="row", leave=False, file=sys.stderr)
         rate = progress.tokens / max(progress.elapsed_s, 1e-9)
-        self._line.set_postfix_str(f"{progress.tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)
+        shown = f"{progress.tokens:,} tokens, {rate:,.0f} tokens/s"
+        if progress.accept_length is not None:
+            shown += f", accept length {progress.accept_length:.2f}"
+        self._line.set_postfix_str(shown, refresh=False)
         self._line.update(progress.rows_done - self._line.n)
 
     def close(self) -> None:

@@ -8,26 +8,35 @@ checkpoints are TRL's.
 from __future__ import annotations
 
 import json
+import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
 
-from fastgrpo.config import ROLLOUT_DTYPES, FastGRPOConfig
+from fastgrpo.config import ROLLOUT_DTYPES, FastGRPOConfig, policy_of
 from fastgrpo.grpo.accounting import Account, StepClock, write_json
-from fastgrpo.grpo.rollouts import RolloutBar, RowLedger, check_correctable, precision_correction, sampling_params
+from fastgrpo.grpo.drafts import DraftTally, load_draft
+from fastgrpo.grpo.live_model import base_model, check_runnable, model_for_rollout
+from fastgrpo.grpo.rollouts import (
+    RolloutBar,
+    RowLedger,
+    check_correctable,
+    fit_to_context,
+    precision_correction,
+    sampling_params,
+)
+from fastgrpo.models.draft import DraftModel
 from fastgrpo.speculation.engine import Engine, Rollout
+from fastgrpo.speculation.proposers import DraftProposer
 
 logger = get_logger(__name__)
 
@@ -40,9 +49,15 @@ _MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class FastGRPOTrainer(GRPOTrainer):
     """GRPOTrainer whose rollouts come from `fastgrpo.Engine`. Constructor, datasets, rewards and metrics are TRL's.
 
-    `args` is a FastGRPOConfig. Added metrics: time/{rollout,reward,logprob,update} (seconds per optimizer step) and
+    `args` is a FastGRPOConfig. draft_model: a DraftModel, or a folder or hub id of one (default: `args.draft_model`);
+    rollouts speculate with it as `args.spec_policy` says, which changes their time and not their tokens. It is bound to
+    the model, and moved to its device and to the precision of the rollouts.
+
+    Added metrics: time/{rollout,reward,logprob,update} (seconds per optimizer step) and
     throughput/{rollout,train}_tokens_per_s; with the precision correction, TRL's own sampling/* names and
-    rollout/capped_fraction. The end of `train` writes summary.json into the output folder.
+    rollout/capped_fraction; with a draft, time/draft (part of time/rollout) and of every generation
+    spec/{acceptance_rate,mean_accept_length,tokens_per_target_forward,active_rows_mean,off_fraction} and
+    spec/{drafted,accepted}_tokens. The end of `train` writes summary.json into the output folder.
 
     With a fixed `args.seed`, the tokens of a rollout depend on weights, prompt, and the sequence's place in the run
     (generation number, row), not on rollout_slots, on the other rows or on any global random state.
@@ -66,6 +81,8 @@ class FastGRPOTrainer(GRPOTrainer):
         tools: list[Callable] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
+        *,
+        draft_model: DraftModel | str | os.PathLike[str] | None = None,
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else str(model.config._name_or_path)
@@ -75,7 +92,9 @@ class FastGRPOTrainer(GRPOTrainer):
                 f"args is a {type(args).__name__}, but FastGRPOTrainer needs a fastgrpo.FastGRPOConfig: the fields are "
                 "the same, change the name."
             )
-        self._sampling = sampling_params(args)  # before TRL loads a model
+        # before TRL loads a model and seeds the generators
+        self._sampling = sampling_params(args)
+        self._draft = load_draft(args.draft_model if draft_model is None else draft_model, args)
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -92,59 +111,27 @@ class FastGRPOTrainer(GRPOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
-        self._refuse_what_the_engine_cannot_run()
-        self._weights_dtype = self._base_model().dtype
-        self._training_dtype = _MIXED_PRECISION.get(self.accelerator.mixed_precision, self._weights_dtype)
-        named = args.rollout_dtype
-        self._rollout_dtype = self._training_dtype if named is None else ROLLOUT_DTYPES[named]
-        self._corrects = check_correctable(args, rollout=self._rollout_dtype, training=self._training_dtype)
+        check_runnable(self.model, self._dist, drafts=self._draft is not None)
+        base = base_model(self.model, self.accelerator)
+        self._choose_precision(base.dtype)
+        if self._draft is not None:
+            self._draft.bind(base).to(device=self.accelerator.device, dtype=self._rollout_dtype)
         self._engine: Engine | None = None
         self._ledger: RowLedger | None = None
+        self._tally = DraftTally()  # of the generation under way, on this rank
+        self._drafting = DraftTally()  # of the run's training
         self._generations = 0  # of training, ever: goes into the uids, so it survives in checkpoints
         self._eval_generations = 0  # of the evaluation under way
         self._warned: set[str] = set()
         self._account = Account(self.accelerator.device)
         self.add_callback(StepClock(self._begin_step, self._end_step))
 
-    def _refuse_what_the_engine_cannot_run(self) -> None:
-        if self._dist.fsdp_version == 2:
-            raise NotImplementedError(
-                "FSDP2 keeps weights sharded during generation, which FastGRPO's engine does not gather yet. Use DDP, "
-                "DeepSpeed ZeRO or FSDP1 (fsdp_version: 1)."
-            )
-        if is_peft_model(self.model) and any(c.is_prompt_learning for c in self.model.peft_config.values()):
-            raise ValueError(
-                "This PEFT adapter is a learned prompt, which lives outside the model that the engine runs. Use LoRA "
-                "or another adapter that is injected into the layers."
-            )
-
-    # The model that the engine runs
-
-    def _base_model(self) -> PreTrainedModel:
-        """The causal LM itself, adapters live inside it: no DDP, DeepSpeed, FSDP or PEFT wrapper around."""
-        unwrapped = self.accelerator.unwrap_model(self.model_wrapped)
-        return unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
-
-    @contextmanager
-    def _model_for_rollout(self) -> Iterator[PreTrainedModel]:
-        """The model with whole weights on this rank and its class's own forward.
-
-        Weights are gathered once per generation, because ranks finish their rows at different times. accelerate and TRL
-        hang forwards of theirs (autocast, fused head) on the instance, bound to it: a copy of the model in another
-        precision would run the original's weights, and a rollout in full precision would be autocast.
-        """
-        if self._dist.is_zero3:
-            gathered: Any = unwrap_model_for_generation(self.model_wrapped, self.accelerator)
-        else:
-            gathered = self._dist.summon_full_params(self.model_wrapped, recurse=True, writeback=False)
-        with gathered:
-            model = self._base_model()
-            patched = vars(model).pop("forward", None)
-            try:
-                yield model
-            finally:
-                if patched is not None:
-                    model.forward = patched
+    def _choose_precision(self, weights: torch.dtype) -> None:
+        self._weights_dtype = weights
+        self._training_dtype = _MIXED_PRECISION.get(self.accelerator.mixed_precision, self._weights_dtype)
+        named = self.args.rollout_dtype
+        self._rollout_dtype = self._training_dtype if named is None else ROLLOUT_DTYPES[named]
+        self._corrects = check_correctable(self.args, rollout=self._rollout_dtype, training=self._training_dtype)
 
     # The seam
 
@@ -155,10 +142,13 @@ class FastGRPOTrainer(GRPOTrainer):
             generation=self._eval_generations if evaluation else self._generations,
             first_row=self.accelerator.process_index * len(inputs),
         )
+        self._tally = DraftTally()
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:
             self._ledger = None
+        if self._draft is not None:
+            self._log_drafting("eval" if evaluation else "train")
         if evaluation:
             self._eval_generations += 1
             return output
@@ -181,34 +171,24 @@ class FastGRPOTrainer(GRPOTrainer):
                 "in the run to take their noise from. To sample from the model yourself, use fastgrpo.Engine."
             )
         rows = self._ledger.identify(prompt_ids)
-        limits = self._ledger.limits(rows, prompt_ids, self.max_completion_length)
-        rollout = self._rollout(prompt_ids, uids=self._ledger.uids(rows), limits=self._fit(prompt_ids, limits))
+        wanted = self._ledger.limits(rows, prompt_ids, self.max_completion_length)
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        limits = fit_to_context(wanted, prompt_ids, context)
+        if limits != wanted:
+            self._warn_once(f"Some prompts leave less than max_completion_length in the model's context of {context}.")
+        rollout = self._rollout(prompt_ids, uids=self._ledger.uids(rows), limits=limits)
         completion_ids = [completion.token_ids for completion in rollout.completions]
         self._ledger.record(rows, prompt_ids, completion_ids)
-        self._account.add_rollout(rollout.stats.completion_tokens)
+        self._account.add_rollout(rollout.stats.completion_tokens, rollout.stats.draft_s)
+        self._tally.add_rollout(rollout)
         return completion_ids, [completion.logprobs for completion in rollout.completions]
-
-    def _fit(self, prompts: list[list[int]], limits: list[int]) -> list[int]:
-        """The limits, cut to what the model's context leaves. Raises ValueError for a prompt that leaves nothing."""
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if context is None:
-            return limits
-        room = [context - len(prompt) for prompt in prompts]
-        if min(room) < 1:
-            raise ValueError(
-                f"A prompt of {max(map(len, prompts))} tokens leaves no room for a response in the model's context of "
-                f"{context}. Filter long prompts out of the dataset; they are never truncated."
-            )
-        if any(free < limit for free, limit in zip(room, limits, strict=True)):
-            self._warn_once(f"Some prompts leave less than max_completion_length in the model's context of {context}.")
-        return [min(free, limit) for free, limit in zip(room, limits, strict=True)]
 
     def _rollout(self, prompts: list[list[int]], *, uids: list[int], limits: list[int]) -> Rollout:
         bar = RolloutBar(wanted=self.accelerator.is_main_process and not self.args.disable_tqdm)
-        with self._account.phase("rollout"), self._model_for_rollout() as model:
+        live = model_for_rollout(self.model_wrapped, self.accelerator, self._dist)
+        with self._account.phase("rollout"), live as model:
             if self._engine is None:
-                other = None if self._rollout_dtype == self._weights_dtype else self._rollout_dtype
-                self._engine = Engine(model, slots=self.args.rollout_slots, dtype=other)
+                self._engine = self._make_engine(model)
             try:
                 return self._engine.generate(
                     prompts,
@@ -221,6 +201,25 @@ class FastGRPOTrainer(GRPOTrainer):
                 )
             finally:
                 bar.close()
+
+    def _make_engine(self, model: PreTrainedModel) -> Engine:
+        return Engine(
+            model,
+            slots=self.args.rollout_slots,
+            dtype=None if self._rollout_dtype == self._weights_dtype else self._rollout_dtype,
+            proposer=None if self._draft is None else DraftProposer(self._draft, self._sampling.temperature),
+            policy=policy_of(self.args),
+        )
+
+    def _log_drafting(self, mode: str) -> None:
+        """Log what drafting came to in this generation, over all ranks."""
+        counts = self.accelerator.gather(self._tally.counts(self.accelerator.device))
+        generation = DraftTally()
+        generation.add(counts)
+        if mode == "train":
+            self._drafting.add(counts)
+        for name, value in generation.metrics().items():
+            self._metrics[mode][name].append(value)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -310,7 +309,7 @@ class FastGRPOTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer.train, then summary.json; also when the run is interrupted, which leaves the model in train mode."""
-        self._account = Account(self.accelerator.device)
+        self._account, self._drafting = Account(self.accelerator.device), DraftTally()
         finished = False
         try:
             result = super().train(*args, **kwargs)
@@ -322,10 +321,17 @@ class FastGRPOTrainer(GRPOTrainer):
                 write_json(Path(self.args.output_dir) / SUMMARY_FILE, {"finished": finished, **self.summary()})
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json holds: steps, tokens, seconds, shares, ceiling of faster sampling, rewards, settings."""
+        """What summary.json holds: steps, tokens, seconds, shares, ceiling of faster sampling, rewards, settings, and
+        with a draft what it came to in training."""
+        drafting = {}
+        if self._draft is not None:
+            name, seconds = self._draft.name_or_path, self._account.totals["draft"]
+            settings = {"draft": name, "policy": self.args.spec_policy, "draft_seconds": seconds}
+            drafting = {"speculation": {**settings, **self._drafting.summary()}}
         packages = ("fastgrpo", "torch", "transformers", "trl", "peft", "accelerate", "datasets")
         return {
             **self._account.summary(),
+            **drafting,
             "engine": {
                 "slots": self.args.rollout_slots,
                 "rollout_dtype": str(self._rollout_dtype).removeprefix("torch."),

@@ -87,10 +87,11 @@ def test_an_account_adds_up() -> None:
     assert summary["shares"] == {"rollout": 3 / 8, "reward": 1 / 8, "logprob": 0, "update": 3 / 8, "other": 1 / 8}
     assert summary["ceiling_of_faster_sampling"] == pytest.approx(8 / 5)
     with account.evaluation(), account.phase("rollout"):
-        account.add_rollout(5, 0.5)
+        account.add_rollout(5)
+        account.add_drafting(0.5)
     numbers = account.end_step()
     assert numbers[:5] == [0, 0, 0, 0, 0] and numbers[7] == 0 and account.evaluation_s > 0
-    account.add_rollout(5, 0.5)
+    account.add_drafting(0.5)
     assert account.book(torch.tensor([account.end_step()]))["time/draft"] == 0.5
     assert account.book(torch.tensor([account.end_step()]))["time/draft"] == 0  # a step that reuses a generation
 

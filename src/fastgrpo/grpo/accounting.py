@@ -76,10 +76,14 @@ class Account:
             self.evaluating = False
             self.evaluation_s += self.now() - began
 
-    def add_rollout(self, tokens: int, draft_s: float = 0.0) -> None:
+    def add_rollout(self, tokens: int) -> None:
         if not self.evaluating:
             self._rollout_tokens += tokens
-            self._draft_s += draft_s
+
+    def add_drafting(self, seconds: float) -> None:
+        """Seconds that the phase "rollout" counts too."""
+        if not self.evaluating:
+            self._draft_s += seconds
 
     def add_trained(self, tokens: torch.Tensor) -> None:
         """`tokens`: a scalar on the device; it is read at the end of the step, not here."""

@@ -179,8 +179,10 @@ class FastGRPOTrainer(GRPOTrainer):
         rollout = self._rollout(prompt_ids, uids=self._ledger.uids(rows), limits=limits)
         completion_ids = [completion.token_ids for completion in rollout.completions]
         self._ledger.record(rows, prompt_ids, completion_ids)
-        self._account.add_rollout(rollout.stats.completion_tokens, rollout.stats.draft_s)
-        self._tally.add_rollout(rollout)
+        self._account.add_rollout(rollout.stats.completion_tokens)
+        if self._draft is not None:
+            self._account.add_drafting(rollout.stats.draft_s)
+            self._tally.add_rollout(rollout)
         return completion_ids, [completion.logprobs for completion in rollout.completions]
 
     def _rollout(self, prompts: list[list[int]], *, uids: list[int], limits: list[int]) -> Rollout:

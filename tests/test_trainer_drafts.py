@@ -32,7 +32,7 @@ SPECULATION = {
 
 
 def train(folder: Path, model: Any = "qwen2", **settings: Any) -> tuple[FastGRPOTrainer, list[Turn]]:
-    trainer = make_trainer(folder, model, **{"max_completion_length": 12, **settings})
+    trainer = make_trainer(folder, model, **settings)
     turns = record_turns(trainer)
     trainer.train()
     return trainer, turns
@@ -69,7 +69,7 @@ def test_ten_steps_with_drafts_are_the_ten_steps_without(tmp_path: Path, lora: b
     assert "speculation" not in plain[0].summary()
     folder = tmp_path / "draft"
     draft_for("qwen2").save_pretrained(folder)
-    for name, settings in {"trees": TREES, "chain": CHAIN}.items():
+    for name, settings in {"trees": TREES, **({} if lora else {"chain": CHAIN})}.items():
         drafted = ten_steps(name, draft_model=folder, **settings)
         assert_same_run(drafted, plain)
         check_metrics(drafted[0], json.loads((tmp_path / name / "summary.json").read_text()))
@@ -97,17 +97,15 @@ def check_metrics(trainer: FastGRPOTrainer, summary: dict[str, Any]) -> None:
 
 def test_the_draft_is_bound_to_the_live_model_and_runs_in_the_precision_of_rollouts(tmp_path: Path) -> None:
     """On both paths of the engine, the lean one and the model's own forward, which runs a copy in another precision."""
-    for name, dtype in (("qwen2", None), ("qwen2", "bfloat16"), ("olmo2", None), ("olmo2", "bfloat16")):
-        draft = draft_for(olmo() if name == "olmo2" else "qwen2")  # bound to a model that is gone
-        settings = {"rollout_dtype": dtype, "max_steps": 2, "learning_rate": 1e-2}
-        model = olmo() if name == "olmo2" else name
-        trainer, turns = train(tmp_path, model, draft_model=draft, **CHAIN, **settings)
+    for make, dtype in ((lambda: tiny_model("qwen2"), "bfloat16"), (olmo, None), (olmo, "bfloat16")):
+        draft = draft_for(make())  # bound to a model that is gone
+        settings = {"rollout_dtype": dtype, "learning_rate": 1e-2}
+        trainer, turns = train(tmp_path, make(), draft_model=draft, **CHAIN, **settings)
         assert {weight.dtype for weight in draft.parameters()} == {trainer._rollout_dtype}
         assert draft._target is not None and draft._target() is base_model(trainer.model, trainer.accelerator)
         assert trainer.summary()["speculation"]["accepted"] > 0
         if dtype is None:
-            plain = train(tmp_path, olmo() if name == "olmo2" else name, **settings)
-            assert_same_run((trainer, turns), plain)
+            assert_same_run((trainer, turns), train(tmp_path, make(), **settings))
 
 
 def test_evaluations_speculate_and_log_apart_from_training(tmp_path: Path) -> None:
@@ -115,7 +113,9 @@ def test_evaluations_speculate_and_log_apart_from_training(tmp_path: Path) -> No
     evaluate = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
     both, _ = train(tmp_path, draft_model=draft_for("qwen2"), eval_dataset=evals, **CHAIN, **evaluate)
     alone, _ = train(tmp_path, draft_model=draft_for("qwen2"), **CHAIN)
-    assert without(steps(both), *CLOCKS) == without(steps(alone), *CLOCKS)
+    # evaluating shuffles the rows of an update (by a draw of the global generator), so losses round otherwise
+    logs = [[{name: entry[name] for name in SPECULATION} for entry in steps(trainer)] for trainer in (both, alone)]
+    assert logs[0] == logs[1] and len(logs[0]) == 2
     evaluations = [entry for entry in both.state.log_history if "eval_reward" in entry]
     assert len(evaluations) == 2
     for entry in evaluations:
@@ -128,9 +128,7 @@ def test_evaluations_speculate_and_log_apart_from_training(tmp_path: Path) -> No
 def test_a_resumed_run_speculates_as_the_whole_one_did(tmp_path: Path) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
     whole, turns = train(tmp_path / "whole", draft_model=draft_for("qwen2"), **TREES, **settings)
-    resumed = make_trainer(
-        tmp_path / "resumed", draft_model=draft_for("qwen2"), max_completion_length=12, **TREES, **settings
-    )
+    resumed = make_trainer(tmp_path / "resumed", draft_model=draft_for("qwen2"), **TREES, **settings)
     turns_resumed = record_turns(resumed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert turns_resumed == turns[2:]

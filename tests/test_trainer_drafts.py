@@ -99,10 +99,11 @@ def test_the_draft_is_bound_to_the_live_model_and_runs_in_the_precision_of_rollo
     """On both paths of the engine, the lean one and the model's own forward, which runs a copy in another precision."""
     for make, dtype in ((lambda: tiny_model("qwen2"), "bfloat16"), (olmo, None), (olmo, "bfloat16")):
         draft = draft_for(make())  # bound to a model that is gone
-        settings = {"rollout_dtype": dtype, "learning_rate": 1e-2}
+        settings = {"rollout_dtype": dtype, "learning_rate": 1e-2, "temperature": 0.7}
         trainer, turns = train(tmp_path, make(), draft_model=draft, **CHAIN, **settings)
         assert {weight.dtype for weight in draft.parameters()} == {trainer._rollout_dtype}
         assert draft._target is not None and draft._target() is base_model(trainer.model, trainer.accelerator)
+        assert trainer._engine is not None and trainer._engine.proposer.temperature == 0.7  # the target's law
         assert trainer.summary()["speculation"]["accepted"] > 0
         if dtype is None:
             assert_same_run((trainer, turns), train(tmp_path, make(), **settings))

@@ -353,6 +353,11 @@ def test_memory_is_planned_before_the_first_token(monkeypatch: pytest.MonkeyPatc
     assert plan_slots(layout, 8, 3, 100) == 3
     with pytest.warns(UserWarning, match=r"8 rows of 100 tokens need .* 3 rows decode at once"):
         assert plan_slots(layout, 8, 8, 100) == 3
+    # features as large as the keys and values: each of 8 rows keeps its own to the end, a live one needs both
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(row * 12.5 / 0.8))
+    assert plan_slots(layout, 8, 3, 100, features=layout.bytes_per_token) == 3
+    with pytest.warns(UserWarning, match=r"need .* of keys, values and features, .*: 2 rows decode at once"):
+        assert plan_slots(layout, 8, 8, 100, features=layout.bytes_per_token) == 2
     monkeypatch.setattr(memory, "free_bytes", lambda device: row)
     with pytest.raises(MemoryError, match=r"one row of 100 tokens take .* lower max_new_tokens"):
         plan_slots(layout, 8, 8, 100)

@@ -25,6 +25,7 @@ class Target(Protocol):
     """What the engine needs of a model."""
 
     vocab_size: int
+    hidden_size: int  # width of one tap
     layout: CacheLayout
     longest: int | None  # positions, prompt and response together
 
@@ -122,6 +123,7 @@ class LeanTarget:
     def __init__(self, base: PreTrainedModel, dtype: torch.dtype):
         self.decoder = LeanDecoder(base, dtype)
         self.layout = self.decoder.layout()
+        self.hidden_size = base.config.hidden_size
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
         self.longest = longest_text(base.config)
 
@@ -185,6 +187,7 @@ class HuggingFaceTarget:
 
     def __init__(self, model: Any, base: PreTrainedModel, dtype: torch.dtype):
         self.model, self.config = model, base.config.get_text_config()
+        self.hidden_size = self.config.hidden_size
         weight = base.get_input_embeddings().weight
         self.runner = model
         self.taps: tuple[int, ...] = ()

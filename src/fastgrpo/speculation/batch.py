@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fastgrpo.models.target import Target
 from fastgrpo.speculation.noise import row_keys
 from fastgrpo.speculation.policy import DraftShape, Policy
 from fastgrpo.speculation.proposers import Proposer
+from fastgrpo.speculation.recorder import FeatureRecorder, Observer, columns
 from fastgrpo.speculation.requests import Completion, Request, RolloutStats
 from fastgrpo.speculation.sampling import SamplingParams, logprobs_of, penalise, sample
 from fastgrpo.speculation.tree import Tree, bucket, path_slots
@@ -68,7 +69,7 @@ class _Prompt:
     requests: deque[Request]
     prefix: Prefix
     logits: Tensor  # (vocab,)
-    state: Any = None  # what the proposer keeps of it
+    states: list[Any]  # what each observer keeps of it
 
 
 class LiveBatch:
@@ -79,20 +80,33 @@ class LiveBatch:
     seed: int
     notify: Callable[[Completion], None] | None = None
 
-    def __init__(self, target: Target, cache: RaggedCache, stats: RolloutStats):
-        self.target, self.cache, self.stats = target, cache, stats
+    def __init__(
+        self, target: Target, cache: RaggedCache, stats: RolloutStats, clock: Callable[[], float] = time.perf_counter
+    ):
+        self.target, self.cache, self.stats, self.clock = target, cache, stats, clock
         self.device = cache.layout.device
         self.waiting: deque[deque[Request]] = deque()  # groups whose prompt has not been run
         self.prompts: deque[_Prompt] = deque()  # run, with rows left to admit
         self.rows: list[_Row] = []  # live, in the order of the cache
         self.done: list[Completion] = []
         self.proposer: Proposer | None = None
+        self.recorder: FeatureRecorder | None = None
+        self.taps: tuple[int, ...] = ()  # of the target's session: what any observer wants
         self.uids = torch.zeros(cache.rows, dtype=torch.long, device=self.device)  # of the rows, by slot
         self.seen: Tensor | None = None  # (slots, vocab) bool, only for the repetition penalty
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.prompts or self.rows)
+
+    @property
+    def observers(self) -> list[Observer]:
+        """Who is told of every row, in a fixed order."""
+        return [one for one in (self.proposer, self.recorder) if one is not None]
+
+    def record(self, taps: tuple[int, ...]) -> None:
+        """Give every completion the target's features at `taps`."""
+        self.recorder = FeatureRecorder(taps, self.cache.rows, self.cache.capacity)
 
     def speculate(self, proposer: Proposer | None, policy: Policy, room: int) -> None:
         """Draft with `proposer` as `policy` says, if it can; room: slots behind the text of every row."""
@@ -129,8 +143,8 @@ class LiveBatch:
             index = torch.arange(first, len(self.rows), device=self.device)
             keys = self._keys(index, torch.full_like(index, len(entering[0].request.prompt)))
             drawn = self._draw(prompt.logits.expand(len(entering), -1), index, keys)
-            if self.proposer is not None:
-                self.proposer.admit(prompt.state, first, drawn[0].long())
+            for observer, state in zip(self.observers, prompt.states, strict=True):
+                observer.admit(state, first, drawn[0].long())
             self._emit(first, drawn[:, :, None])
             self._retire()
 
@@ -145,14 +159,17 @@ class LiveBatch:
                 break
             groups.append(self.waiting.popleft())
             rows += len(groups[-1])
-        started = time.perf_counter()
+        started = self.clock()
         texts = [group[0].prompt for group in groups]
         logits, prefixes = self.target.prefill(texts)
         for group, prefix, row, text in zip(groups, prefixes, logits, texts, strict=True):
-            state = self.proposer.read_prompt(text, prefix) if self.proposer is not None else None
-            self.prompts.append(_Prompt(group, prefix, row, state))
+            states = [
+                observer.read_prompt(text, replace(prefix, features=self._features_for(observer, prefix.features)))
+                for observer in self.observers
+            ]
+            self.prompts.append(_Prompt(group, prefix, row, states))
         self.stats.prompt_tokens += sum(len(text) for text in texts)
-        self.stats.prefill_s += time.perf_counter() - started
+        self.stats.prefill_s += self.clock() - started
 
     def _mark_prompt(self, first: int, prompt: Sequence[int]) -> None:
         if self.seen is None:
@@ -167,19 +184,19 @@ class LiveBatch:
         """One target pass over the live rows, and what comes of it."""
         if not self.rows:
             return
-        started = time.perf_counter()
+        started = self.clock()
         lengths = torch.tensor([row.length for row in self.rows], device=self.device)
         roots = torch.tensor([row.tokens[-1] for row in self.rows], device=self.device)
         shape = self._shape()
         tree = None if shape is None else self._propose(roots, lengths, shape)
-        proposed = time.perf_counter()
+        proposed = self.clock()
         if tree is None:
             logits = self.target.decode(roots[:, None], lengths[:, None], self.cache, int(lengths.max()) + 1)
         else:
             logits = self._verify(tree, lengths)
         self.stats.live_rows.append(len(self.rows))
         self.stats.drafts.append(0 if shape is None else shape.nodes)
-        passed = time.perf_counter()
+        passed = self.clock()
         features = self.target.features
         if tree is None:
             index = torch.arange(len(self.rows), device=self.device)
@@ -193,16 +210,20 @@ class LiveBatch:
                 self.cache.move_slots(sources, targets)
             if features is not None:
                 features = features.gather(1, path.path[:, :, None].expand(-1, -1, features.shape[2]))
-        sampled = time.perf_counter()
-        if self.proposer is not None:
-            self.proposer.observe(features, drawn[0].long(), torch.tensor(kept, device=self.device))
-        ended = time.perf_counter()
+        sampled = self.clock()
+        for observer in self.observers:
+            theirs = self._features_for(observer, features)
+            observer.observe(theirs, drawn[0].long(), torch.tensor(kept, device=self.device))
+        ended = self.clock()
         self.stats.passes += 1
         self.stats.draft_s += (proposed - started) + (ended - sampled)
         self.stats.decode_s += passed - proposed
         self.stats.sampling_s += sampled - passed
         self.policy.observe(shape, kept, ended - started)
         self._retire()
+
+    def _features_for(self, observer: Observer, features: Tensor | None) -> Tensor | None:
+        return None if features is None else columns(features, self.taps, observer.taps)
 
     def _shape(self) -> DraftShape | None:
         if self.proposer is None:
@@ -305,13 +326,14 @@ class LiveBatch:
             row = self.rows[slot]
             if not row.done:
                 continue
+            features = None if self.recorder is None else self.recorder.take(slot)
             mover = self.rows.pop()
             if slot < len(self.rows):
                 self.cache.move_row(len(self.rows), slot, mover.length)
                 self.rows[slot] = mover
                 self.uids[slot] = mover.request.signed_uid
-                if self.proposer is not None:
-                    self.proposer.move_row(len(self.rows), slot)
+                for observer in self.observers:
+                    observer.move_row(len(self.rows), slot)
                 if self.seen is not None:
                     self.seen[slot] = self.seen[len(self.rows)]
             completion = Completion(
@@ -324,6 +346,7 @@ class LiveBatch:
                 blocks=row.blocks,
                 drafted=row.drafted,
                 accepted=row.accepted,
+                features=features,
             )
             self.done.append(completion)
             if self.notify is not None:

@@ -30,8 +30,9 @@ class Engine:
 
     slots: rows that decode at once (default: all of them, as far as memory goes). dtype: precision of the passes
     (default: the model's). proposer: where drafts come from; None decodes plainly. policy: how much to draft for the
-    rows that are live (default: `paper`, where there is a proposer). One engine serves one model; weights are read anew
-    at every `generate`.
+    rows that are live (default: `paper`, where there is a proposer). clock: what phases are timed by, in seconds; one
+    that waits for an accelerator counts its work in the phase that asked for it. One engine serves one model; weights
+    are read anew at every `generate`.
     """
 
     def __init__(
@@ -42,14 +43,15 @@ class Engine:
         dtype: torch.dtype | None = None,
         proposer: Proposer | None = None,
         policy: Policy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self.slots = None if slots is None else whole_number("slots", slots, at_least=1)
         self.target: Target = open_target(model, dtype=dtype)
-        self.proposer = proposer
+        self.proposer, self.clock = proposer, clock
         self.policy = policy or make_policy("paper" if proposer else "off")
         ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
-        self._model_stops = _stops("generation_config.eos_token_id", ids)
+        self.stop_token_ids = _stops("generation_config.eos_token_id", ids)
 
     def generate(
         self,
@@ -62,6 +64,7 @@ class Engine:
         seed: int = 0,
         uids: Sequence[int] | None = None,
         first_uid: int = 0,
+        feature_layers: Sequence[int] = (),
         on_completion: Callable[[Completion], None] | None = None,
         on_round: Callable[[Progress], None] | None = None,
     ) -> Rollout:
@@ -70,34 +73,52 @@ class Engine:
         prompts: token ids, at least one each; consecutive equal prompts are run once. max_new_tokens: for all rows, or
         one number per row. stop_token_ids: a row ends with the first of these, which it keeps (default: every
         eos_token_id of the model's generation_config). seed, uids: the noise of row r is a function of (seed, its
-        uid); uids default to first_uid + r. on_completion is called as each row ends, on_round after each pass.
-        Returns completions in row order. Raises ValueError for prompts or limits that cannot be, FloatingPointError
-        when the model's logits are not finite.
+        uid); uids default to first_uid + r. feature_layers: ascending indices into transformers' hidden_states, the
+        last of them what the final norm puts out; every completion then has the target's features there, at the price
+        of 2 * len(feature_layers) * hidden numbers a token. on_completion is called as each row ends, on_round after
+        each pass. Returns completions in row order. Raises ValueError for prompts, limits or layers that cannot be,
+        FloatingPointError when the model's logits are not finite.
         """
-        started = time.perf_counter()
+        started = self.clock()
         requests = make_requests(
             prompts, group_size, max_new_tokens, uids, first_uid, self.target.vocab_size, self.target.longest
         )
-        stops = self._model_stops if stop_token_ids is None else _stops("stop_token_ids", stop_token_ids)
+        stops = self.stop_token_ids if stop_token_ids is None else _stops("stop_token_ids", stop_token_ids)
         room = self._draft_room(min(self.slots or len(requests), len(requests)))
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests) + room
-        slots = plan_slots(self.target.layout, self.slots or len(requests), len(requests), capacity)
+        recorded = self._layers(feature_layers)
+        kept = len(recorded) * self.target.hidden_size * self.target.layout.dtype.itemsize
+        slots = plan_slots(self.target.layout, self.slots or len(requests), len(requests), capacity, kept)
         on_completion, on_round = _in_the_callers_mode(on_completion), _in_the_callers_mode(on_round)
         proposer = self.proposer if room else None  # a policy that never drafts has nobody fed
-        with self.target.session(proposer.taps if proposer else ()):
-            stats = RolloutStats(setup_s=time.perf_counter() - started)
-            batch = LiveBatch(self.target, RaggedCache(self.target.layout, slots, capacity), stats)
+        taps = tuple(sorted({*recorded, *(proposer.taps if proposer else ())}))
+        with self.target.session(taps):
+            stats = RolloutStats(setup_s=self.clock() - started)
+            batch = LiveBatch(self.target, RaggedCache(self.target.layout, slots, capacity), stats, self.clock)
             batch.law, batch.stops, batch.seed, batch.notify = sampling, stops, seed, on_completion
+            batch.taps = taps
+            if recorded:
+                batch.record(recorded)
             batch.speculate(proposer, self.policy, room)
             batch.enqueue(requests)
             while batch.busy:
                 batch.admit()
                 batch.round()
-                stats.total_s = time.perf_counter() - started
+                stats.total_s = self.clock() - started
                 if on_round is not None:
                     done, tokens = len(batch.done), stats.completion_tokens
                     on_round(Progress(done, len(requests), tokens, stats.total_s, stats.accept_length))
         return Rollout(sorted(batch.done, key=lambda completion: completion.index), stats)
+
+    def _layers(self, wanted: Sequence[int]) -> tuple[int, ...]:
+        last = len(self.target.layout.heads)
+        layers = tuple(whole_number("a layer of feature_layers", layer, at_least=0) for layer in wanted)
+        if list(layers) != sorted(set(layers)) or max(layers, default=0) > last:
+            raise ValueError(
+                f"feature_layers is {list(layers)}, but must be ascending, distinct indices into the model's "
+                f"hidden_states, 0 to {last}: the last is what the final norm puts out."
+            )
+        return layers
 
     def _draft_room(self, slots: int) -> int:
         """Slots behind the text that the largest draft takes, the draft's own beams and padding included."""

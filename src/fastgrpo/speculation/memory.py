@@ -22,23 +22,26 @@ def free_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-def plan_slots(layout: CacheLayout, wanted: int, rows: int, capacity: int) -> int:
+def plan_slots(layout: CacheLayout, wanted: int, rows: int, capacity: int, features: int = 0) -> int:
     """The number of rows to decode at once: `wanted`, no more than `rows`, no more than fit.
 
-    capacity: tokens per row. Raises MemoryError with the numbers when not even one row fits.
+    capacity: tokens per row. features: bytes a token that every row keeps, live or ended, until the rollout is over.
+    Raises MemoryError with the numbers when not even one row fits.
     """
     wanted = min(wanted, rows)
-    per_row = layout.bytes_per_token * capacity
-    budget = int(_SHARE * free_bytes(layout.device))
+    per_row = (layout.bytes_per_token + features) * capacity
+    budget = int(_SHARE * free_bytes(layout.device)) - rows * features * capacity
     fitting = budget // per_row
+    what = "keys, values and features" if features else "keys and values"
     if fitting < 1:
+        kept = f" beside the features that {rows} rows keep" if features else ""
         raise MemoryError(
-            f"the keys and values of one row of {capacity} tokens take {per_row / _GIB:.2f} GiB, and "
-            f"{budget / _GIB:.2f} GiB may be used: lower max_new_tokens, or use a smaller model or dtype."
+            f"the {what} of one row of {capacity} tokens take {per_row / _GIB:.2f} GiB, and "
+            f"{budget / _GIB:.2f} GiB may be used{kept}: lower max_new_tokens, or use a smaller model or dtype."
         )
     if fitting < wanted:
         warnings.warn(
-            f"{wanted} rows of {capacity} tokens need {wanted * per_row / _GIB:.2f} GiB of keys and values, and "
+            f"{wanted} rows of {capacity} tokens need {wanted * per_row / _GIB:.2f} GiB of {what}, and "
             f"{budget / _GIB:.2f} GiB may be used: {fitting} rows decode at once, the others wait.",
             stacklevel=3,
         )

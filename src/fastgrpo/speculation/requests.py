@@ -5,7 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Completion:
     over the full vocabulary (temperature 1 when greedy). sampling_logprobs: under the law that was drawn from, None
     when that is the same one: no truncation and no repetition penalty. blocks: how many tokens each target pass gave
     it, the prefill's 1 first; all but the last of a later block were drafted, but for a row that ended inside one.
-    drafted, accepted: draft tokens.
+    drafted, accepted: draft tokens. features: the target's hidden states at the layers that were asked for, of every
+    token of prompt and response but the last, (tokens - 1, layers * hidden) in the passes' dtype; None when none were.
     """
 
     index: int
@@ -43,6 +47,15 @@ class Completion:
     blocks: list[int]
     drafted: int
     accepted: int
+    features: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def from_draft(self) -> list[bool]:
+        """Of each token, whether it was drafted and accepted; the others are the target's own."""
+        marks = [drafted for block in self.blocks for drafted in [*[True] * (block - 1), False]]
+        # a row that ended inside a block did not get that block's own token: its last one was drafted too
+        marks[-1] = self.accepted > sum(marks)
+        return marks
 
     @property
     def rounds(self) -> int:
@@ -56,7 +69,7 @@ class RolloutStats:
 
     prompt_tokens counts each distinct prompt once; live_rows has the number of live rows of every decoding pass, and
     drafts how many drafted tokens of each row it verified, 0 for a plain one. drafted, accepted: draft tokens of all
-    rows. decode_s: the target's passes; draft_s: proposing and what proposers learn from a round.
+    rows. decode_s: the target's passes; draft_s: proposing, and what draft and recorder take from a round.
     """
 
     prompt_tokens: int = 0

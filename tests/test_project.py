@@ -36,6 +36,7 @@ ORDER = [
             "tree",
             "policy",
             "proposers",
+            "recorder",
             "verification",
             "costs",
             "batch",
@@ -237,6 +238,7 @@ def test_help_takes_less_than_half_a_second() -> None:
 
 def test_public_names_are_there_and_unknown_ones_refused() -> None:
     promised = {"Engine", "SamplingParams", "FastGRPOTrainer", "FastGRPOConfig", "load_model"}
+    promised |= {"DraftModel", "DraftConfig", "SpeculativeModel", "speculative_generate"}
     assert promised <= set(fastgrpo.__all__) <= set(dir(fastgrpo))
     for name in promised:
         assert callable(getattr(fastgrpo, name))

@@ -12,21 +12,39 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastgrpo.config import FastGRPOConfig
     from fastgrpo.grpo.trainer import FastGRPOTrainer
+    from fastgrpo.models.draft import DraftModel
+    from fastgrpo.models.draft_config import DraftConfig
     from fastgrpo.models.loading import load_model
     from fastgrpo.speculation.engine import Engine
+    from fastgrpo.speculation.generate import SpeculativeModel, speculative_generate
     from fastgrpo.speculation.sampling import SamplingParams
 
 __version__ = "0.1.0.dev0"
 
 _HOME_OF = {
+    "DraftConfig": "fastgrpo.models.draft_config",
+    "DraftModel": "fastgrpo.models.draft",
     "Engine": "fastgrpo.speculation.engine",
     "FastGRPOConfig": "fastgrpo.config",
     "FastGRPOTrainer": "fastgrpo.grpo.trainer",
     "SamplingParams": "fastgrpo.speculation.sampling",
+    "SpeculativeModel": "fastgrpo.speculation.generate",
     "load_model": "fastgrpo.models.loading",
+    "speculative_generate": "fastgrpo.speculation.generate",
 }
 
-__all__ = ["Engine", "FastGRPOConfig", "FastGRPOTrainer", "SamplingParams", "__version__", "load_model"]
+__all__ = [
+    "DraftConfig",
+    "DraftModel",
+    "Engine",
+    "FastGRPOConfig",
+    "FastGRPOTrainer",
+    "SamplingParams",
+    "SpeculativeModel",
+    "__version__",
+    "load_model",
+    "speculative_generate",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,8 @@ from tiny import tiny_checkpoint, tiny_tokenizer
 
 from fastgrpo import Engine, SamplingParams, cli, load_model
 from fastgrpo.cli import generate
+from fastgrpo.cli.completions import ProgressLine
+from fastgrpo.speculation.requests import Progress
 
 
 def exit_code(argv: list[str]) -> int:
@@ -159,28 +161,30 @@ class Terminal(io.StringIO):
         return True
 
 
-def progress(rows_done: int, tokens: int) -> types.SimpleNamespace:
-    return types.SimpleNamespace(rows_done=rows_done, rows_total=4, tokens=tokens, elapsed_s=2.0)
+def progress(rows_done: int, tokens: int, accept_length: float | None = None) -> Progress:
+    return Progress(rows_done, rows_total=4, tokens=tokens, elapsed_s=2.0, accept_length=accept_length)
 
 
 def test_the_bar_redraws_at_most_ten_times_a_second_and_clears() -> None:
     now = [0.0]
     screen = Terminal()
-    bar = generate.ProgressLine(screen, clock=lambda: now[0])
+    bar = ProgressLine(screen, clock=lambda: now[0])
     bar.update(progress(1, 50))
     bar.update(progress(2, 60))  # too soon
     assert "1/4 rows, 50 tokens, 25.0 tokens/s" in screen.getvalue()
     assert "2/4" not in screen.getvalue()
+    assert "accept length" not in screen.getvalue()
     now[0] = 0.2
-    bar.update(progress(3, 70))
+    bar.update(progress(3, 70, accept_length=2.5))
     assert "3/4 rows" in screen.getvalue()
+    assert screen.getvalue().endswith("accept length 2.50")
     bar.clear()
     assert screen.getvalue().endswith("\r\x1b[K")
 
 
 def test_the_bar_is_silent_in_a_pipe() -> None:
     pipe = io.StringIO()
-    bar = generate.ProgressLine(pipe)
+    bar = ProgressLine(pipe)
     bar.update(progress(1, 50))
     bar.clear()
     assert pipe.getvalue() == ""

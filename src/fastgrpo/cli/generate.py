@@ -1,7 +1,7 @@
-"""`fastgrpo generate`: sample completions of prompts with the engine, printed as they finish.
+"""`fastgrpo generate`: sample completions of prompts with the engine, with or without a draft, printed as they finish.
 
 Completions go to standard output, everything else (progress, notes, the closing line with tokens per second) to
-standard error, so that `--json` can be piped.
+standard error, so that `--json` can be piped. How either looks is in completions.py.
 """
 
 from __future__ import annotations
@@ -9,15 +9,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+from fastgrpo.cli.completions import ProgressLine, closing_line, in_colour, marker, print_json, print_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from fastgrpo.speculation.requests import Completion, Progress, RolloutStats
+    from fastgrpo.speculation.generate import SpeculativeModel
+    from fastgrpo.speculation.policy import Policy
+    from fastgrpo.speculation.requests import Completion
+
+# The policies' knobs that are flags, each with what it says; the others keep their published values.
+KNOBS = {
+    "verification_capacity": "paper: tokens of a target pass, over all rows, before it takes longer (160)",
+    "max_draft_token_length": "paper: most levels of a tree (5)",
+    "max_draft_k": "paper: most children of a node (8)",
+    "spec_depth": "fixed, threshold: levels (3)",
+    "spec_width": "fixed, threshold: children of a node (1: a chain)",
+    "spec_nodes": "fixed, threshold: drafted tokens of a row that are verified (all)",
+    "spec_threshold_rows": "threshold: most live rows with drafts (32)",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, help="rows decoded at once; the rest wait (as many as fit)")
     parser.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object a completion")
+    parser.add_argument("--draft", type=Path, metavar="FOLDER", help="speculate with this draft model; same tokens")
+    parser.add_argument("--policy", help="how much to draft: paper, threshold, fixed or off (paper)")
+    for knob, about in KNOBS.items():
+        parser.add_argument(f"--{knob}", type=int, metavar="N", help=about)
+    parser.add_argument(
+        "--show-accepted", "--show_accepted", action="store_true", help="mark the drafted tokens that were accepted"
+    )
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
 
 
@@ -50,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = gather_prompts(args.prompts, args.prompt_file)
     if args.num_generations < 1:
         raise ValueError(f"--num_generations is {args.num_generations}; give at least 1")
+    policy = choose_policy(args)
 
     from transformers.utils.logging import disable_progress_bar
 
@@ -67,17 +88,25 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     if not args.raw and not tokenizer.chat_template:
         print(f"fastgrpo generate: {args.model} has no chat template; prompts are given as they are", file=sys.stderr)
+    pair = load_draft(args.draft, model) if args.draft is not None else None
     prompt_ids = [encode_prompt(prompt, tokenizer, raw=args.raw) for prompt in prompts]
 
     bar = ProgressLine(sys.stderr)
-    show = print_json if args.json else print_text
+    mark = marker(sys.stdout) if args.show_accepted else None
+    if mark is not None:
+        look = "are green" if in_colour(sys.stdout) else f"look {mark('so')}"
+        print(f"fastgrpo generate: tokens that were drafted and accepted {look}", file=sys.stderr)
 
     def on_completion(completion: Completion) -> None:
         bar.clear()
-        show(completion, prompts, args.num_generations, tokenizer)
+        if args.json:
+            print_json(completion, prompts, args.num_generations, tokenizer)
+        else:
+            print_text(completion, prompts, args.num_generations, tokenizer, mark)
 
+    proposer = pair.proposer(sampling) if pair else None
     try:
-        rollout = Engine(model, slots=args.slots).generate(
+        rollout = Engine(model, slots=args.slots, proposer=proposer, policy=policy).generate(
             prompt_ids,
             sampling,
             group_size=args.num_generations,
@@ -90,6 +119,40 @@ def run(args: argparse.Namespace) -> int:
         bar.clear()
     print(closing_line(len(rollout.completions), rollout.stats), file=sys.stderr)
     return 0
+
+
+def choose_policy(args: argparse.Namespace) -> Policy | None:
+    """The policy that the flags ask for, None without a draft. Flags that would do nothing are refused."""
+    knobs = {knob: value for knob in KNOBS if (value := getattr(args, knob)) is not None}
+    if args.draft is None:
+        idle = ["--policy"] * (args.policy is not None) + [f"--{knob}" for knob in knobs]
+        if args.show_accepted:
+            idle.append("--show-accepted")
+        if idle:
+            flags, them = ", ".join(idle), "it" if len(idle) == 1 else "them"
+            raise ValueError(f"nobody drafts, so {flags} would do nothing: add --draft FOLDER, or leave {them} out")
+        return None
+    if args.show_accepted and args.json:
+        raise ValueError("--show-accepted marks text, and --json prints none: leave one out (`blocks` says the same)")
+
+    from fastgrpo.speculation.policy import make_policy
+
+    name = args.policy or "paper"
+    policy = make_policy(name, **knobs)
+    for knob in knobs:
+        if not hasattr(policy, knob):
+            raise ValueError(f"--{knob} is no knob of the policy {name!r}: leave it out, or choose another --policy")
+    return policy
+
+
+def load_draft(folder: Path, model: PreTrainedModel) -> SpeculativeModel:
+    """The draft in `folder`, in the precision and on the device of the target."""
+    from fastgrpo import DraftModel, SpeculativeModel
+
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--draft {folder} holds no draft: give the folder that DraftModel.save_pretrained wrote")
+    draft = DraftModel.from_pretrained(folder, dtype=model.dtype).to(model.device)
+    return SpeculativeModel(model, draft)
 
 
 def gather_prompts(given: list[str], file: Path | None) -> list[Any]:
@@ -135,67 +198,3 @@ def encode_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase, *, raw: bool)
     if not ids:
         raise ValueError(f"prompt {prompt!r:.60} has no tokens; give it some text")
     return list(ids)
-
-
-def print_text(completion: Completion, prompts: list[Any], group: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The text; under a heading where there is more than one, because they arrive in the order in which they end."""
-    if len(prompts) * group > 1:
-        prompt, response = divmod(completion.index, group)
-        which = f"prompt {prompt + 1}, response {response + 1}" if group > 1 else f"prompt {prompt + 1}"
-        print(f"--- {which} ({len(completion.token_ids)} tokens, {completion.finish_reason})")
-    print(tokenizer.decode(completion.token_ids, skip_special_tokens=True), flush=True)
-
-
-def print_json(completion: Completion, prompts: list[Any], group: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    record = {
-        "index": completion.index,
-        "prompt": prompts[completion.index // group],
-        "completion": tokenizer.decode(completion.token_ids, skip_special_tokens=True),
-        "finish_reason": completion.finish_reason,
-        "token_ids": completion.token_ids,
-        "logprobs": completion.logprobs,
-    }
-    print(json.dumps(record, ensure_ascii=False), flush=True)
-
-
-def closing_line(count: int, stats: RolloutStats) -> str:
-    rate = stats.completion_tokens / stats.total_s if stats.total_s > 0 else 0.0
-    what = "completion" if count == 1 else "completions"
-    return (
-        f"{count} {what}, {stats.completion_tokens} tokens in {stats.total_s:.1f} s: {rate:.1f} tokens/s "
-        f"({stats.passes} passes; prefill of {stats.prompt_tokens} tokens {stats.prefill_s:.1f} s)"
-    )
-
-
-class ProgressLine:
-    """One line on a terminal that is rewritten in place; silent where the stream is no terminal."""
-
-    REDRAW_S = 0.1
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self.stream = stream
-        self.clock = clock
-        self.live = stream.isatty()
-        self.drawn_at = float("-inf")
-        self.on_screen = False
-
-    def update(self, progress: Progress) -> None:
-        if not self.live or self.clock() - self.drawn_at < self.REDRAW_S:
-            return
-        self.drawn_at = self.clock()
-        self.on_screen = True
-        done = 20 * progress.rows_done // max(progress.rows_total, 1)
-        rate = progress.tokens / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
-        self.stream.write(
-            f"\r\x1b[K[{'#' * done}{'.' * (20 - done)}] {progress.rows_done}/{progress.rows_total} rows, "
-            f"{progress.tokens} tokens, {rate:.1f} tokens/s"
-        )
-        self.stream.flush()
-
-    def clear(self) -> None:
-        """Wipe the line, so that what is printed next starts at its beginning."""
-        if self.on_screen:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
-            self.on_screen = False
-            self.drawn_at = float("-inf")

@@ -106,7 +106,51 @@ def parametrize_a_weight(model: Any) -> None:
     nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
 
 
-@pytest.mark.parametrize("change", [replace_norm, replace_mlp, hook_a_layer, pack_a_weight, parametrize_a_weight])
+def hook_the_head(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: output.flip(-1))
+
+
+def hook_the_embedding(model: Any) -> None:
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.flip(-1))
+
+
+def hook_the_heads_input(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0].flip(-1),))
+
+
+def give_a_layer_its_own_forward(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.forward = lambda hidden_states, *args, **kwargs: (
+        2 * type(layer).forward(layer, hidden_states, *args, **kwargs)
+    )
+
+
+def give_a_linear_its_own_forward(model: Any) -> None:
+    model.model.layers[0].self_attn.q_proj.forward = lambda x: (
+        0 * nn.functional.linear(x, model.model.layers[0].self_attn.q_proj.weight)
+    )
+
+
+def change_the_activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+
+
+def change_the_scale(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+def change_an_epsilon(model: Any) -> None:
+    model.model.norm.variance_epsilon = 10.0
+
+
+CHANGES = [
+    *(replace_norm, replace_mlp, hook_a_layer, pack_a_weight, parametrize_a_weight, hook_the_head, hook_the_embedding),
+    *(hook_the_heads_input, give_a_layer_its_own_forward, give_a_linear_its_own_forward, change_the_activation),
+    *(change_the_scale, change_an_epsilon),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_the_lean_path_would_miss_takes_the_general_one(change: Any) -> None:
     model = tiny_model("qwen3")
     change(model)
@@ -115,14 +159,32 @@ def test_what_the_lean_path_would_miss_takes_the_general_one(change: Any) -> Non
     assert greedy(engine) == hugging_face(model)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("attn_logit_softcapping", 30.0), ("final_logit_softcapping", 30.0), ("use_bidirectional_attention", True)],
-)
-def test_configs_that_change_the_arithmetic_are_not_lean(option: str, value: Any) -> None:
+@pytest.mark.parametrize("option", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_configs_that_change_the_arithmetic_are_not_lean(option: str) -> None:
     model = tiny_model("gemma3")
-    setattr(model.config, option, value)
+    setattr(model.config, option, 30.0)
     assert type(open_target(model)) is HuggingFaceTarget
+
+
+def test_attention_that_looks_ahead_is_refused() -> None:
+    model = tiny_model("gemma3")
+    model.config.use_bidirectional_attention = True
+    with pytest.raises(ValueError, match="computes another law"):
+        open_target(model)
+
+
+def test_a_window_that_the_model_does_not_read_is_refused() -> None:
+    model = tiny_model("llama")
+    model.config.sliding_window = 8  # mistral's field; llama attends to everything
+    with pytest.raises(ValueError, match="computes another law"):
+        open_target(model)
+
+
+def test_gradient_checkpointing_under_peft_stays_lean() -> None:
+    model = tiny_model("llama")
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    assert type(open_target(model)) is LeanTarget
 
 
 def test_subclasses_are_not_lean() -> None:

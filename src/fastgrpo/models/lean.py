@@ -149,13 +149,15 @@ class LeanDecoder:
             return False
         if getattr(config, "use_bidirectional_attention", False):
             return False
+        if config.model_type == "llama" and getattr(config, "sliding_window", None):  # which llama does not read
+            return False
         # what stands between the linears is computed here, so it must be the family's own, with nothing hooked in
         home = type(base).__module__
         parts = [base.model.norm, base.model.rotary_emb]
         for layer in base.model.layers:
             parts += [layer, layer.self_attn, layer.mlp]
             parts += [child for name, child in layer.named_modules() if name.endswith("norm")]
-        if any(type(part).__module__ != home for part in parts) or _hooked(base.model.layers) or _hooked(parts[0]):
+        if any(type(part).__module__ != home for part in parts) or _patched(base) or _retuned(base):
             return False
         linears = [m for layer in base.model.layers for m in (*_attention_linears(layer), *_mlp_linears(layer))]
         plain = [base.get_input_embeddings(), base.get_output_embeddings()]
@@ -309,7 +311,33 @@ def _mlp_linears(layer: Any) -> list[Any]:
     return [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
 
 
-def _hooked(root: Any) -> bool:
-    # transformers' own hooks only record what passes by (output_hidden_states)
-    hooks = [hook for m in root.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    return any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
+def _patched(base: Any) -> bool:
+    """Whether a module of `base` does more than its class says: a foreign hook, or a forward of the instance's own.
+
+    transformers' hooks only record what passes by (output_hidden_states), and what makes inputs require gradients,
+    under whoever's name, changes no value. A forward that is patched onto the whole model is its owner's affair: it is
+    called from outside.
+    """
+    for module in base.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            home, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
+            if not home.startswith("transformers.") and name != "make_inputs_require_grad":
+                return True
+        if "forward" in vars(module) and module is not base:
+            return True
+    return False
+
+
+def _retuned(base: Any) -> bool:
+    """Whether a number or function that this file takes from the config was changed in a module."""
+    config = base.config
+    gemma = config.model_type.startswith("gemma3")
+    activation = type(ACT2FN[config.hidden_activation if gemma else config.hidden_act])
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    scale = (config.query_pre_attn_scalar if gemma else size) ** -0.5
+    norms = [module for name, module in base.model.named_modules() if name.endswith("norm")]
+    return (
+        any(getattr(norm, "eps", getattr(norm, "variance_epsilon", None)) != config.rms_norm_eps for norm in norms)
+        or any(layer.self_attn.scaling != scale for layer in base.model.layers)
+        or any(type(layer.mlp.act_fn) is not activation for layer in base.model.layers)
+    )

@@ -20,6 +20,9 @@ from fastgrpo.models.attention import TreeLook, layer_windows, visible
 from fastgrpo.models.cache import CacheLayout, FreshKeys, Prefix, RaggedCache, as_hugging_face_cache, whole_lanes
 from fastgrpo.models.lean import LeanDecoder
 
+# Sliding windows up to this many tokens are crossed when a target is opened, to see that the model has them too.
+_LONGEST_PROBE = 512
+
 
 class Target(Protocol):
     """What the engine needs of a model."""
@@ -196,6 +199,7 @@ class HuggingFaceTarget:
         # configs name heads and sizes in too many ways: one token, in the model's own precision, shows what is stored
         self.casts, self.layout = False, CacheLayout((), weight.dtype, weight.device)
         heads = self._measured_heads()
+        self._compare_with_its_own_forward(weight.shape[0])
         self.casts, self.layout = dtype != weight.dtype, CacheLayout(heads, dtype, weight.device)
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
         self.longest = longest_text(self.config)
@@ -213,6 +217,23 @@ class HuggingFaceTarget:
                 "engine runs models that do: use a model of the llama, qwen, mistral or gemma kind."
             )
         return tuple((keys.shape[1], keys.shape[3]) for keys in store.keys if keys is not None)
+
+    def _compare_with_its_own_forward(self, vocab: int) -> None:
+        # masks are made here from what the config says of windows; a class may read its config otherwise
+        window = min((window for window in self.windows if window), default=0)
+        length = window + 2 if window <= _LONGEST_PROBE else 8
+        tokens = torch.arange(length, device=self.layout.device)[None] * 7 % vocab
+        with self.session():
+            positions = torch.arange(length, device=tokens.device)[None]
+            ours = self._run(tokens, positions, FreshKeys(len(self.windows)), length, 1)
+            theirs = self.runner(input_ids=tokens, use_cache=False, logits_to_keep=1).logits
+        off = (ours.float().log_softmax(-1) - theirs.float().log_softmax(-1)).abs().max().item()
+        if off > (1e-2 if ours.dtype == torch.float32 else 1.0):  # NaN is the weights' affair
+            raise ValueError(
+                f"{type(self.model).__name__} computes another law ({off:.2g} nats off) when the engine passes it "
+                "positions and masks than when it is called with token ids alone, so rollouts would not be its own: "
+                "use a model of the llama, qwen, mistral or gemma kind."
+            )
 
     @contextmanager
     def session(self, taps: tuple[int, ...] = ()) -> Iterator[None]:

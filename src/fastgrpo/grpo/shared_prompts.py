@@ -142,7 +142,7 @@ def _score(
     sequences = _sequences(model, input_ids, attention_mask, wanted, max_tokens) if shares(model) else None
     if sequences is None:
         target = wanted.flatten().nonzero().squeeze(1)
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         scored = target - 1
     else:
         target, scored = sequences.target.to(labels.device), sequences.scored.to(labels.device)

@@ -172,8 +172,8 @@ class SubBatchTrainer(GRPOTrainer):
         """TRL's loss of one part without what it does beside: nothing is logged, gathered or adapted."""
         names = ("accelerator", "_metrics", "entropy_coef", "_entropy_window_stats")
         kept = {name: getattr(self, name) for name in names}
-        self.accelerator = _Alone(self.accelerator)
-        self._metrics = {"train": defaultdict(list)}
+        self.accelerator: Any = _Alone(kept["accelerator"])
+        self._metrics: dict[str, Any] = {"train": defaultdict(list)}
         self.entropy_coef *= part.bonus_weight / part.weight if part.weight else 0.0
         scores.part = part
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 import update_processes
 from datasets import Dataset
 from peft import LoraConfig
+from test_trainer_precision import olmo
 from tiny import tiny_model, tiny_tokenizer
 from trainers import PROMPTS, distinct_characters, make_trainer
 from trl import GRPOConfig, GRPOTrainer
@@ -66,20 +68,20 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GRPOTrainer, "_prepare_inputs", lambda self, batch: batch)
 
 
-def their_trainer(folder: Path, *, peft: Any = None, **settings: Any) -> GRPOTrainer:
+def their_trainer(folder: Path, model: Any = None, *, peft: Any = None, **settings: Any) -> GRPOTrainer:
     args = GRPOConfig(
         str(folder), use_cpu=True, bf16=False, per_device_train_batch_size=4, num_generations=4, report_to="none",
         max_completion_length=14, gradient_checkpointing=False, **settings,
     )  # fmt: skip
     data, tokenizer = Dataset.from_dict({"prompt": PROMPTS}), tiny_tokenizer()
     return GRPOTrainer(
-        tiny_model("qwen2"), distinct_characters, args, data, processing_class=tokenizer, peft_config=peft
+        model or tiny_model("qwen2"), distinct_characters, args, data, processing_class=tokenizer, peft_config=peft
     )
 
 
-def our_trainer(folder: Path, *, peft: Any = None, **settings: Any) -> GRPOTrainer:
+def our_trainer(folder: Path, model: Any = "qwen2", *, peft: Any = None, **settings: Any) -> GRPOTrainer:
     ours = {"max_training_token": BUDGET, "max_training_padding_gap": 16, "gradient_checkpointing": False}
-    return make_trainer(folder, peft=peft, max_completion_length=14, **{**ours, **settings})
+    return make_trainer(folder, model, peft=peft, max_completion_length=14, **{**ours, **settings})
 
 
 def update(trainer: GRPOTrainer, records: list[dict[str, Any]], **attributes: Any) -> dict[str, Any]:
@@ -196,6 +198,16 @@ def test_lora_and_checkpointed_layers(tmp_path: Path) -> None:
     ours = our_trainer(tmp_path, peft=peft, gradient_checkpointing=True)
     theirs = their_trainer(tmp_path, peft=peft)
     ours.model.load_state_dict(theirs.model.state_dict())
+    assert_same(update(ours, [record()], **EVERYTHING), update(theirs, [record()], **EVERYTHING))
+
+
+@pytest.mark.usefixtures("prepared")
+def test_a_family_whose_prompts_are_not_shared(tmp_path: Path) -> None:
+    model = olmo()
+    ours, theirs = our_trainer(tmp_path, copy.deepcopy(model)), their_trainer(tmp_path, model)
+    parts = ours._parts(record())
+    sizes = [(part["prompt_ids"].shape[1] + part["completion_ids"].shape[1], len(part.rows)) for part in parts]
+    assert len(sizes) > 1 and all(width * rows <= BUDGET or rows == 1 for width, rows in sizes)
     assert_same(update(ours, [record()], **EVERYTHING), update(theirs, [record()], **EVERYTHING))
 
 

@@ -75,11 +75,15 @@ class Sequences:
                     at = here.stop
         return cls(source, position, owner, segment, torch.cat(scored), torch.cat(target))
 
+    def to(self, device: torch.device) -> Sequences:
+        return Sequences(**{name: value.to(device) for name, value in vars(self).items()})
+
     def visible(self, window: int | None) -> Tensor:
         """True where a token (second to last axis) may look at another: (sequences, 1, width, width)."""
         same_unit = self.unit[:, :, None] == self.unit[:, None, :]
         mine, theirs = self.segment[:, :, None], self.segment[:, None, :]
-        distance = self.position[:, :, None] - self.position[:, None, :]
+        position = self.position.int()
+        distance = position[:, :, None] - position[:, None, :]
         allowed = same_unit & ((theirs == 0) | (theirs == mine)) & (distance >= 0)
         if window is not None:
             allowed &= distance < window
@@ -145,11 +149,11 @@ def _score(
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         scored = target - 1
     else:
-        target, scored = sequences.target.to(labels.device), sequences.scored.to(labels.device)
+        target, scored = sequences.target, sequences.scored
         inputs = {
-            "input_ids": input_ids.flatten()[sequences.source.to(input_ids.device)],
-            "attention_mask": _masks(model, sequences, input_ids.device),
-            "position_ids": sequences.position.to(input_ids.device),
+            "input_ids": input_ids.flatten()[sequences.source],
+            "attention_mask": _masks(model, sequences),
+            "position_ids": sequences.position,
         }
 
     def only_scored(module: nn.Module, args: Any, output: Any) -> Any:
@@ -193,18 +197,19 @@ def _sequences(
     found = shared_units(model, prompts, lengths, max_tokens)
     width = max(unit.length for unit in found)
     bins = pack([unit.length for unit in found], width)
-    if len(bins) * width >= input_ids.numel():
+    if len(bins) * width >= input_ids.numel() - len(prompts):  # no more than the rows' last tokens
         return None
-    return Sequences.of([[found[i] for i in chosen] for chosen in bins], counts, lengths, start, input_ids.shape[1])
+    chosen = [[found[i] for i in one] for one in bins]
+    return Sequences.of(chosen, counts, lengths, start, input_ids.shape[1]).to(input_ids.device)
 
 
-def _masks(model: PreTrainedModel, sequences: Sequences, device: torch.device) -> Tensor | dict[str, Tensor]:
+def _masks(model: PreTrainedModel, sequences: Sequences) -> Tensor | dict[str, Tensor]:
     """The mask per pair of tokens, for models with more than one kind of layer one by its name."""
     config = model.config
     window = getattr(config, "sliding_window", None)
 
     def mask(window: int | None) -> Tensor:
-        allowed = sequences.visible(window).to(device)
+        allowed = sequences.visible(window)
         if config._attn_implementation == "sdpa":
             return allowed
         return torch.zeros_like(allowed, dtype=model.dtype).masked_fill(~allowed, torch.finfo(model.dtype).min)

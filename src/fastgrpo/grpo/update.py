@@ -119,8 +119,8 @@ class SubBatchTrainer(GRPOTrainer):
             found = shared_prompts.shared_units(model, prompts, lengths, budget)
             batches = plan([unit.length for unit in found], max_tokens=budget, max_gap=gap)
             return [[row for unit in batch for row in found[unit].rows] for batch in batches]
-        whole = [len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)]
-        return plan(whole, max_tokens=budget, max_gap=gap)
+        widest = max(map(len, prompts))  # rows are padded on both sides, so the longest text is not the widest row
+        return plan([widest + length for length in lengths], max_tokens=budget, max_gap=gap)
 
     # Running the parts
 

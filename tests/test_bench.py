@@ -21,6 +21,7 @@ from fastgrpo.evidence.machine import aligned
 from fastgrpo.evidence.parts import PartsSettings, parts_bench
 from fastgrpo.evidence.step import OURS, TRL, StepSettings, one_step, step_bench
 from fastgrpo.evidence.timing import Spread, alternate
+from fastgrpo.evidence.update import UpdateSettings, update_bench
 from fastgrpo.evidence.word_problems import PROBLEMS, question
 from fastgrpo.evidence.workload import Workload
 from fastgrpo.grpo.rewards import number_reward
@@ -187,6 +188,18 @@ def test_the_parts_bench_takes_a_pass_apart() -> None:
 
 
 STEP = StepSettings(group_prompts=2, group_size=2, new_tokens=5, batch=2)
+
+
+def test_the_update_bench_does_the_same_update_on_every_side() -> None:
+    settings = UpdateSettings(group_prompts=2, group_size=4, batch=4, new_tokens=6, context=12, budgets=(20, 60))
+    results = check_report(update_bench(settings, tiny_model("llama"), tiny_tokenizer(), quiet).json_line(), "update")
+    assert [(r["engine"], r["budget"], r["micro_batch"]) for r in results] == [
+        (TRL, None, 4), (OURS, None, 4), (OURS, 20, 8), (OURS, 60, 8)
+    ]  # fmt: skip
+    assert results[0]["ratio"] == 1
+    for result in results:
+        assert 0 < result["forward_s"] < result["update_s"]
+        assert result["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=1e-5)
 
 
 def test_the_step_bench_times_both_trainers_by_phase() -> None:

@@ -23,7 +23,8 @@ def test_every_field_of_trl_is_there_with_its_default(tmp_path: Path) -> None:
     ours = {f.name: f for f in dataclasses.fields(FastGRPOConfig)}
     theirs = {f.name: f for f in dataclasses.fields(GRPOConfig)}
     rollouts = {"rollout_slots", "rollout_dtype", "rollout_correction_cap"}
-    assert set(ours) - set(theirs) == rollouts | {"draft_model", "spec_policy", *POLICY_KNOBS}
+    updates = {"max_training_token", "max_training_padding_gap"}
+    assert set(ours) - set(theirs) == rollouts | updates | {"draft_model", "spec_policy", *POLICY_KNOBS}
     assert not set(theirs) - set(ours)
     assert [n for n in theirs if ours[n].default != theirs[n].default] == []
 
@@ -72,6 +73,8 @@ def test_an_unknown_field_is_named_with_the_nearest_one(tmp_path: Path, name: st
         ({"spec_policy": "fixed", "spec_depth": 1.5}, "spec_policy='fixed': spec_depth is 1.5, but must be a whole"),
         ({"spec_policy": "fixed", "spec_nodes": 9}, "spec_nodes is 9, but a draft of depth 3.*lower it to 3"),
         ({"draft_token_length_c": float("nan")}, "draft_token_length_c is nan, but must be finite and > 0"),
+        ({"max_training_token": 0}, "max_training_token=0 must be at least 1.*leave it unset"),
+        ({"max_training_padding_gap": -1}, "max_training_padding_gap=-1 must be 0.*256 is the default"),
         (
             {"generation_kwargs": {"num_beams": 4}},
             "generation_kwargs key 'num_beams' .4. cannot be honoured.*remove it",

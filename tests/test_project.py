@@ -46,7 +46,7 @@ ORDER = [
     ),
     ("drafting", ["data", "losses", "pretrain", "online"]),
     ("config", []),  # below what runs without TRL, which it imports
-    ("grpo", ["data", "rewards", "batching", "trainer"]),
+    ("grpo", ["data", "rewards", "batching", "shared_prompts", "update", "trainer"]),
     ("evidence", []),
     ("cli", []),
 ]

@@ -6,6 +6,7 @@ A failure here after an update of TRL means that the fact has changed: each asse
 from __future__ import annotations
 
 import inspect
+import re
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
+from fastgrpo.grpo.batching import NORMALISERS
 from fastgrpo.grpo.trainer import FastGRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -98,6 +100,7 @@ def test_the_constructor_is_trls_and_draft_model() -> None:
         ("_prepare_inputs", ["generation_batch"]),
         ("_calculate_rewards", ["inputs", "prompts", "completions", "completion_ids_list"]),
         ("_compute_loss", ["model", "inputs"]),
+        ("training_step", ["model", "inputs", "num_items_in_batch"]),
         ("_save_checkpoint", ["model", "trial"]),
         ("_load_optimizer_and_scheduler", ["checkpoint"]),
     ],
@@ -135,6 +138,31 @@ def test_the_seam_gets_token_ids_once_per_row_and_returns_ids_and_log_probs(tmp_
     encode = trainer.processing_class.encode
     assert prompt_ids == [encode("abc")] * 2 + [encode("hello there")] * 2, "RowLedger: prompts arrive repeated"
     assert (images, fields, generations, kwargs, more) == (None, {}, 4, {}, []), "FastGRPOTrainer._generate_single_turn"
+
+
+def test_what_the_loss_does_besides(tmp_path: Path) -> None:
+    """SubBatchTrainer keeps it from doing so in a sub-batch: what is gathered, and the state that it moves."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    used = {"gather", "gather_for_metrics", "reduce", "num_processes", "sync_gradients"}
+    assert set(re.findall(r"self\.accelerator\.(\w+)", source)) == used, "update._Alone"
+    moved = {"entropy_coef", "_entropy_window_stats", "_last_world_entropy"}
+    assert set(re.findall(r"self\.(\w+) [+*-]?= ", source)) == moved, "SubBatchTrainer._aside"
+    assert "gather_for_metrics" in source[source.index("if self.aux_loss_enabled") :], "SubBatchTrainer._cuts"
+    names = re.findall(r"self\.loss_type (?:in|==) (\[.*?\]|\".*?\")", source)
+    assert {name for found in names for name in re.findall(r"\w+", found)} == set(NORMALISERS), "batching.weights"
+    trainer = make(tmp_path)
+    assert trainer._current_train_step_time == 0 and trainer.loss_is_scaled_for_ga, "SubBatchTrainer.training_step"
+    assert trainer.top_entropy_quantile == 1 and trainer.aux_loss_enabled is False, "SubBatchTrainer._cuts"
+    assert trainer.pad_to_multiple_of is None, "batching.cut"
+
+
+def test_the_model_is_asked_for_log_probs_by_these_arguments(tmp_path: Path) -> None:
+    """shared_prompts.install answers a call with these and passes on every other."""
+    trainer, asked = make(tmp_path), []
+    inner = trainer.model.forward
+    trainer.model.forward = lambda **kwargs: asked.append(kwargs) or inner(**kwargs)  # type: ignore[method-assign]
+    trainer._compute_loss(trainer.model, batch(trainer))
+    assert asked[-1].keys() == {"input_ids", "attention_mask", "labels", "fused_lm_head"}
 
 
 def test_the_batch_that_comes_out_of_a_generation(tmp_path: Path) -> None:

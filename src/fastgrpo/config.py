@@ -1,4 +1,4 @@
-"""FastGRPOConfig: TRL's GRPOConfig, fields for rollouts and drafts, and checks that refuse what cannot be honoured.
+"""FastGRPOConfig: TRL's GRPOConfig, fields for rollouts, drafts, updates; checks that refuse what cannot be honoured.
 
 Holds no model code. Every sampling field of GRPOConfig is either honoured by the rollout engine or refused here by
 name; nothing is dropped in silence.
@@ -60,6 +60,10 @@ class FastGRPOConfig(GRPOConfig):
             (the mixed-precision type, else that of the weights). Another precision than training's turns on the
             correction: advantages times min(exp(trainer log-prob - sampler log-prob), rollout_correction_cap).
         rollout_correction_cap: that cap, at least 1.
+        max_training_token: tokens, padding included, that go through the model at once in an update. A micro-batch is
+            cut into sub-batches of rows of similar length, which changes neither gradients nor what is logged; a row
+            longer than that goes alone. None (the default) runs micro-batches whole. Published value: 3072.
+        max_training_padding_gap: tokens of padding that a row may add to the shorter ones in its sub-batch.
         draft_model: folder or hub id of a draft model that fits the model (`DraftModel.save_pretrained`). Rollouts
             speculate with it: the same tokens in fewer passes. None decodes plainly; so does `spec_policy="off"`.
         spec_policy: how much is drafted for the rows that are live: "paper", "threshold", "fixed" or "off".
@@ -93,6 +97,14 @@ class FastGRPOConfig(GRPOConfig):
     rollout_correction_cap: float = field(
         default=2.0,
         metadata={"help": "Cap of the weight exp(trainer log-prob - sampler log-prob) when rollout_dtype is another."},
+    )
+    max_training_token: int | None = field(
+        default=None,
+        metadata={"help": "Tokens in the model at once in an update; micro-batches are cut to that. Unset: not cut."},
+    )
+    max_training_padding_gap: int = field(
+        default=256,
+        metadata={"help": "Tokens of padding that a row may add to the others of its sub-batch in an update."},
     )
     draft_model: str | None = field(
         default=None,
@@ -136,7 +148,7 @@ class FastGRPOConfig(GRPOConfig):
             self.spec_policy = "off"
         _refuse_other_engines(self)
         super().__post_init__()
-        _check_rollout_fields(self)
+        _check_our_fields(self)
         _check_generation_kwargs(self.generation_kwargs or {}, temperature=self.temperature)
         policy_of(self)
 
@@ -170,7 +182,7 @@ def _refuse_other_engines(config: FastGRPOConfig) -> None:
         )
 
 
-def _check_rollout_fields(config: FastGRPOConfig) -> None:
+def _check_our_fields(config: FastGRPOConfig) -> None:
     if config.rollout_slots is not None and config.rollout_slots < 1:
         raise ValueError(
             f"rollout_slots={config.rollout_slots} must be at least 1. Raise it, or leave it unset: the engine decides."
@@ -184,6 +196,16 @@ def _check_rollout_fields(config: FastGRPOConfig) -> None:
         raise ValueError(
             f"rollout_correction_cap={config.rollout_correction_cap} must be at least 1, or tokens on which sampler "
             "and trainer agree would be weighted down. 2.0 is the default."
+        )
+    if config.max_training_token is not None and config.max_training_token < 1:
+        raise ValueError(
+            f"max_training_token={config.max_training_token} must be at least 1. Raise it, or leave it unset: "
+            "micro-batches are not cut."
+        )
+    if config.max_training_padding_gap < 0:
+        raise ValueError(
+            f"max_training_padding_gap={config.max_training_padding_gap} must be 0 (rows of one length together) or "
+            "more. 256 is the default."
         )
     if not config.temperature > 0:
         raise ValueError(

@@ -75,12 +75,12 @@ class _ForwardClock:
         return result
 
 
-class _TimedFastGRPOTrainer(_ForwardClock, FastGRPOTrainer):
+class TimedFastGRPOTrainer(_ForwardClock, FastGRPOTrainer):
     def seconds(self) -> dict[str, float]:
         return self.summary()["seconds"]
 
 
-class _TimedGRPOTrainer(_ForwardClock, GRPOTrainer):
+class TimedGRPOTrainer(_ForwardClock, GRPOTrainer):
     """TRL's trainer as it is, with an account at the seams where FastGRPOTrainer has its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -154,7 +154,7 @@ def one_step(name: str, settings: StepSettings, model: PreTrainedModel, tokenize
     ours = name == OURS
     with tempfile.TemporaryDirectory() as folder:
         arguments = _arguments(settings, folder)
-        trainer = (_TimedFastGRPOTrainer if ours else _TimedGRPOTrainer)(
+        trainer = (TimedFastGRPOTrainer if ours else TimedGRPOTrainer)(
             model=copy.deepcopy(model),
             reward_funcs=number_reward,
             args=FastGRPOConfig(**arguments) if ours else GRPOConfig(**arguments),

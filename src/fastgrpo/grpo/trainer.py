@@ -19,7 +19,6 @@ import torch
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from fastgrpo.config import ROLLOUT_DTYPES, FastGRPOConfig, policy_of
@@ -34,6 +33,7 @@ from fastgrpo.grpo.rollouts import (
     precision_correction,
     sampling_params,
 )
+from fastgrpo.grpo.update import Part, SubBatchTrainer
 from fastgrpo.models.draft import DraftModel
 from fastgrpo.speculation.engine import Engine, Rollout
 from fastgrpo.speculation.proposers import DraftProposer
@@ -46,7 +46,7 @@ SUMMARY_FILE = "summary.json"  # in the output folder
 _MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FastGRPOTrainer(GRPOTrainer):
+class FastGRPOTrainer(SubBatchTrainer):
     """GRPOTrainer whose rollouts come from `fastgrpo.Engine`. Constructor, datasets, rewards and metrics are TRL's.
 
     `args` is a FastGRPOConfig. draft_model: a DraftModel, or a folder or hub id of one (default: `args.draft_model`);
@@ -291,7 +291,8 @@ class FastGRPOTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        self._account.add_trained(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum())
+        if not (isinstance(inputs, Part) and inputs.filler):
+            self._account.add_trained(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum())
         return super()._compute_loss(model, inputs)
 
     def _begin_step(self) -> None:

@@ -24,7 +24,8 @@ def test_every_field_of_trl_is_there_with_its_default(tmp_path: Path) -> None:
     theirs = {f.name: f for f in dataclasses.fields(GRPOConfig)}
     rollouts = {"rollout_slots", "rollout_dtype", "rollout_correction_cap"}
     updates = {"max_training_token", "max_training_padding_gap"}
-    assert set(ours) - set(theirs) == rollouts | updates | {"draft_model", "spec_policy", *POLICY_KNOBS}
+    rewards = {"reward_workers", "reward_timeout", "reward_retries"}
+    assert set(ours) - set(theirs) == rollouts | updates | rewards | {"draft_model", "spec_policy", *POLICY_KNOBS}
     assert not set(theirs) - set(ours)
     assert [n for n in theirs if ours[n].default != theirs[n].default] == []
 
@@ -66,6 +67,9 @@ def test_an_unknown_field_is_named_with_the_nearest_one(tmp_path: Path, name: st
         ({"max_completion_length": 0}, "max_completion_length=0 must be a number of tokens, at least 1"),
         ({"rollout_slots": 0}, "rollout_slots=0 must be at least 1"),
         ({"rollout_dtype": "bf16"}, "rollout_dtype='bf16' must be one of float32, bfloat16, float16"),
+        ({"reward_workers": -1}, "reward_workers=-1 must be at least 0"),
+        ({"reward_retries": -1}, "reward_retries=-1 must be at least 0"),
+        ({"reward_timeout": 0.0}, "reward_timeout=0.0 must be above 0"),
         ({"rollout_correction_cap": 0.5}, "rollout_correction_cap=0.5 must be at least 1"),
         ({"spec_policy": "papre"}, "spec_policy='papre': .*did you mean 'paper'. the policies are paper, threshold"),
         ({"spec_policy": True}, "spec_policy=True: True is no policy"),

@@ -128,6 +128,10 @@ def test_the_attributes_that_we_read(tmp_path: Path) -> None:
     assert trainer.args.steps_per_generation == 1, "_load_optimizer_and_scheduler"
     assert trainer.accelerator.mixed_precision == "no", "FastGRPOTrainer.__init__: the precision of training"
     assert set(trainer._metrics) == {"train", "eval"}, "where our metrics are appended"
+    assert trainer.rollout_func is trainer.environment_factories is None and not trainer.tools, "first_turn_decoder"
+    assert trainer._tokenizer is trainer.processing_class, "first_turn_decoder"
+    assert trainer.reward_funcs == [count], "pool_rewards puts functions of ours there"
+    assert parameters(GRPOTrainer._log_metric) == ["self", "name", "value"], "Scoring.end"
     assert Trainer.evaluation_loop, "FastGRPOTrainer.evaluation_loop: evaluations start their noise anew there"
 
 

@@ -1,4 +1,4 @@
-"""FastGRPOConfig: TRL's GRPOConfig, fields for rollouts, drafts, updates; checks that refuse what cannot be honoured.
+"""FastGRPOConfig: TRL's GRPOConfig with fields of our own, and checks that refuse what cannot be honoured.
 
 Holds no model code. Every sampling field of GRPOConfig is either honoured by the rollout engine or refused here by
 name; nothing is dropped in silence.
@@ -73,6 +73,11 @@ class FastGRPOConfig(GRPOConfig):
         verification_capacity, max_draft_token_length, min_draft_token_length, max_draft_k, max_verification_num,
             draft_token_length_c: the knobs of "paper", under their published names. As with every field of a policy,
             None is its default (`fastgrpo.speculation.policy`), and a policy reads and checks its own fields alone.
+        reward_workers: processes that score row-wise rewards while other rows are decoded, per rank. None: all cores
+            but one, at most 8. 0: rewards are scored in the training process, as TRL does.
+        reward_timeout: seconds of wall time after which such a process counts as hung in a row and is replaced. Set it
+            far above what a row takes: how busy the machine is should not decide a reward.
+        reward_retries: how often a row whose process hung or died is tried again before it scores 0.
 
     Raises:
         TypeError: an unknown field, with the nearest name.
@@ -132,6 +137,21 @@ class FastGRPOConfig(GRPOConfig):
     draft_token_length_c: float | None = field(
         default=None, metadata={"help": "paper: the better the draft, the smaller."}
     )
+    reward_workers: int | None = field(
+        default=None,
+        metadata={
+            "help": "Processes that score row-wise rewards while other rows are decoded. Unset: all cores but one, at "
+            "most 8. 0: none, rewards are scored in the training process."
+        },
+    )
+    reward_timeout: float = field(
+        default=60.0,
+        metadata={"help": "Seconds after which a scoring process counts as hung in a row and is replaced."},
+    )
+    reward_retries: int = field(
+        default=1,
+        metadata={"help": "How often a row whose scoring process hung or died is tried again before it scores 0."},
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FastGRPOConfig:
         # The dataclass' own __init__ would name the unknown field too, but not the one that was meant.
@@ -149,6 +169,7 @@ class FastGRPOConfig(GRPOConfig):
         _refuse_other_engines(self)
         super().__post_init__()
         _check_our_fields(self)
+        _check_reward_fields(self)
         _check_generation_kwargs(self.generation_kwargs or {}, temperature=self.temperature)
         policy_of(self)
 
@@ -215,6 +236,18 @@ def _check_our_fields(config: FastGRPOConfig) -> None:
     if config.max_completion_length is None or config.max_completion_length < 1:
         raise ValueError(
             f"max_completion_length={config.max_completion_length} must be a number of tokens, at least 1. 512 is the "
+            "default."
+        )
+
+
+def _check_reward_fields(config: FastGRPOConfig) -> None:
+    for name in ("reward_workers", "reward_retries"):
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            raise ValueError(f"{name}={value} must be at least 0. 0 switches it off.")
+    if not config.reward_timeout > 0:
+        raise ValueError(
+            f"reward_timeout={config.reward_timeout} must be above 0: it is the seconds that a row may take. 60 is the "
             "default."
         )
 

@@ -88,9 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Every field of FastGRPOConfig, that is of TRL's GRPOConfig and transformers' TrainingArguments, is a flag and "
         "a key of the file as well: --learning_rate 1e-5 --num_generations 8 --max_completion_length 256. Added here: "
-        "--rollout_slots, --rollout_dtype, --rollout_correction_cap; for updates --max_training_token and "
-        "--max_training_padding_gap; for speculation --draft_model, --spec_policy and what the policies can be told, "
-        "such as --spec_depth or --verification_capacity."
+        "--rollout_slots, --rollout_dtype, --rollout_correction_cap; for rewards --reward_workers, --reward_timeout, "
+        "--reward_retries; for updates --max_training_token and --max_training_padding_gap; for speculation "
+        "--draft_model, --spec_policy and what the policies can be told, such as --spec_depth or "
+        "--verification_capacity."
     )
     parser.add_argument("--config", type=Path, default=argparse.SUPPRESS, help="YAML file of keys and values")
     for f in dataclasses.fields(RunArguments):

@@ -12,16 +12,17 @@ import difflib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from fastgrpo.grpo.answers import extract_answer, is_plain_number, last_number, normalise_answer
 from fastgrpo.grpo.guarded import GuardedCallError, guarded_call
 
-Row = Mapping[str, Any]  # a dataset row without its prompt: column -> value
+Row = Mapping[str, Any]  # a dataset row: column -> value; its prompt is under TRL's name, "prompts"
+Score = Callable[[str, Row], float | None]
 RewardFunction = Callable[..., list[float | None]]
 
 
@@ -33,43 +34,75 @@ class Failures:
     last: str = ""
 
 
-def rowwise(score: Callable[[str, Row], float | None]) -> RewardFunction:
+@overload
+def rowwise(score: Score) -> RewardFunction: ...
+
+
+@overload
+def rowwise(*, in_process: bool) -> Callable[[Score], RewardFunction]: ...
+
+
+def rowwise(score: Score | None = None, *, in_process: bool = False) -> Any:
     """Turn a function of one response and its row into a TRL reward function of the same name.
 
-    The result takes ``completions`` (texts, or lists of messages) and the dataset's columns as keywords. It has two
-    attributes: ``score_row``, the function of one row (it may run anywhere: the rows do not know of each other), and
-    ``failures``. Where TRL passes ``log_metric``, the number of failures of the batch is logged as
-    ``rewards/<name>/failures``.
-    """
+    The result takes ``completions`` (texts, or lists of messages) and the dataset's columns as keywords. It has the
+    attributes ``score_row``, the function of one row, ``failures``, and ``in_process``. Where TRL passes
+    ``log_metric``, the number of failures of the batch is logged as ``rewards/<name>/failures``.
 
+    FastGRPOTrainer scores rows in worker processes while others are still decoded. So the function looks at nothing but
+    its arguments and what its module holds when it is imported. ``@rowwise(in_process=True)`` keeps it in the training
+    process: for one that takes microseconds and always ends.
+    """
+    if score is None:
+        return functools.partial(_rowwise, in_process=in_process)
+    return _rowwise(score, in_process=in_process)
+
+
+def _rowwise(score: Score, *, in_process: bool) -> RewardFunction:
     def reward(
         completions: Sequence[Any], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float | None]:
-        count = len(completions)
-        names = [
-            name
-            for name, values in columns.items()
-            if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
-        ]
-        rewards: list[float | None] = []
-        failed = 0
-        for index, completion in enumerate(completions):
-            try:
-                rewards.append(score(completion_text(completion), {name: columns[name][index] for name in names}))
-            except GuardedCallError as error:
-                rewards.append(0.0)
-                failed += 1
-                failures.total, failures.last = failures.total + 1, str(error)
-        if log_metric is not None:
-            log_metric(f"rewards/{score.__name__}/failures", float(failed))
-        return rewards
+        pairs = row_pairs(completions, columns)
+        return settle(reward, (functools.partial(score, text, row) for text, row in pairs), log_metric)
 
-    failures = Failures()
     functools.update_wrapper(reward, score)
     del reward.__wrapped__  # type: ignore[attr-defined]  # the signature that callers see is the batch function's
     reward.score_row = score  # type: ignore[attr-defined]
-    reward.failures = failures  # type: ignore[attr-defined]
+    reward.failures = Failures()  # type: ignore[attr-defined]
+    reward.in_process = in_process  # type: ignore[attr-defined]
     return reward
+
+
+def row_pairs(completions: Sequence[Any], columns: Mapping[str, Any]) -> list[tuple[str, Row]]:
+    """What a row-wise function gets for each row: the text, and of the columns those that have a value per row."""
+    count = len(completions)
+    names = [
+        name
+        for name, values in columns.items()
+        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
+    ]
+    return [
+        (completion_text(completion), {name: columns[name][index] for name in names})
+        for index, completion in enumerate(completions)
+    ]
+
+
+def settle(
+    reward: Any, scores: Iterable[Callable[[], float | None]], log_metric: Callable[[str, float], None] | None
+) -> list[float | None]:
+    """The rows' scores, each by its call; a GuardedCallError scores 0 and is counted in ``reward.failures``."""
+    rewards: list[float | None] = []
+    failed = 0
+    for score in scores:
+        try:
+            rewards.append(score())
+        except GuardedCallError as error:
+            rewards.append(0.0)
+            failed += 1
+            reward.failures.total, reward.failures.last = reward.failures.total + 1, str(error)
+    if log_metric is not None:
+        log_metric(f"rewards/{reward.__name__}/failures", float(failed))
+    return rewards
 
 
 def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
@@ -101,13 +134,13 @@ def accuracy_reward(text: str, row: Row) -> float | None:
     return None if same is None else float(same)
 
 
-@rowwise
+@rowwise(in_process=True)
 def format_reward(text: str, row: Row) -> float | None:
     r"""1 if the response ends its thoughts once, on a line of its own (exactly one ``\n</think>\n``), else 0."""
     return float(text.count("\n</think>\n") == 1)
 
 
-@rowwise
+@rowwise(in_process=True)
 def number_reward(text: str, row: Row) -> float | None:
     """1 if the last number in the response equals the gold answer, else 0; None when the gold answer is no number."""
     gold = _gold(row, "number_reward")

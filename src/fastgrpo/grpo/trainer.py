@@ -33,6 +33,7 @@ from fastgrpo.grpo.rollouts import (
     precision_correction,
     sampling_params,
 )
+from fastgrpo.grpo.scoring import first_turn_decoder, pool_rewards
 from fastgrpo.grpo.update import Part, SubBatchTrainer
 from fastgrpo.models.draft import DraftModel
 from fastgrpo.speculation.engine import Engine, Rollout
@@ -57,7 +58,9 @@ class FastGRPOTrainer(SubBatchTrainer):
     throughput/{rollout,train}_tokens_per_s; with the precision correction, TRL's own sampling/* names and
     rollout/capped_fraction; with a draft, time/draft (part of time/rollout) and of every generation
     spec/{acceptance_rate,mean_accept_length,tokens_per_target_forward,active_rows_mean,off_fraction} and
-    spec/{drafted,accepted}_tokens. The end of `train` writes summary.json into the output folder.
+    spec/{drafted,accepted}_tokens; with row-wise rewards that are scored while rows are decoded (scoring.py), of every
+    generation rewards/{overlapped_s,waited_s,workers_ended}. The end of `train` writes summary.json into the output
+    folder.
 
     With a fixed `args.seed`, the tokens of a rollout depend on weights, prompt, and the sequence's place in the run
     (generation number, row), not on rollout_slots, on the other rows or on any global random state.
@@ -118,12 +121,12 @@ class FastGRPOTrainer(SubBatchTrainer):
             self._draft.bind(base).to(device=self.accelerator.device, dtype=self._rollout_dtype)
         self._engine: Engine | None = None
         self._ledger: RowLedger | None = None
-        self._tally = DraftTally()  # of the generation under way, on this rank
-        self._drafting = DraftTally()  # of the run's training
+        self._tally, self._drafting = DraftTally(), DraftTally()  # of this rank's generation under way; of the training
         self._generations = 0  # of training, ever: goes into the uids, so it survives in checkpoints
         self._eval_generations = 0  # of the evaluation under way
         self._warned: set[str] = set()
         self._account = Account(self.accelerator.device)
+        self._scoring = pool_rewards(self, args, say=self._warn_once)
         self.add_callback(StepClock(self._begin_step, self._end_step))
 
     def _choose_precision(self, weights: torch.dtype) -> None:
@@ -143,10 +146,12 @@ class FastGRPOTrainer(SubBatchTrainer):
             first_row=self.accelerator.process_index * len(inputs),
         )
         self._tally = DraftTally()
+        self._scoring.begin(inputs, first_turn_decoder(self, inputs))
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:
             self._ledger = None
+            self._scoring.end()
         if self._draft is not None:
             self._log_drafting("eval" if evaluation else "train")
         if evaluation:
@@ -199,6 +204,7 @@ class FastGRPOTrainer(SubBatchTrainer):
                     stop_token_ids=self.eos_token_ids,
                     seed=self.args.seed,
                     uids=uids,
+                    on_completion=self._scoring.listener(prompts),
                     on_round=bar.update,
                 )
             finally:
@@ -282,7 +288,9 @@ class FastGRPOTrainer(SubBatchTrainer):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._account.phase("reward"):
-            return super()._calculate_rewards(*args, **kwargs)
+            rewards = super()._calculate_rewards(*args, **kwargs)
+        self._scoring.end(self._log_metric)
+        return rewards
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled():
@@ -319,6 +327,7 @@ class FastGRPOTrainer(SubBatchTrainer):
             finished = True
             return result
         finally:
+            self._scoring.close()
             self.model.train()
             if self.accelerator.is_main_process:
                 write_json(Path(self.args.output_dir) / SUMMARY_FILE, {"finished": finished, **self.summary()})

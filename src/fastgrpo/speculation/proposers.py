@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from fastgrpo.models.cache import FreshKeys, Prefix, RaggedCache, whole_lanes
 from fastgrpo.models.draft import DraftModel
 from fastgrpo.speculation.noise import arrival_times
 from fastgrpo.speculation.policy import DraftShape
-from fastgrpo.speculation.tree import Tree, best_nodes, grow
+from fastgrpo.speculation.tree import Tree, best_scored, grow
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ class Proposer(Protocol):
     def start(self, rows: int, capacity: int) -> bool:
         """Forget everything; at most `rows` rows of at most `capacity` tokens will come. False: it cannot draft."""
 
-    def read_prompt(self, tokens: Sequence[int], prefix: Prefix) -> PromptState:
-        """Run a prompt once; `prefix` is the target's, with features."""
+    def read_prompt(self, tokens: Sequence[int], prefix: Prefix) -> Any:
+        """Read a prompt once, for the whole group; `prefix` is the target's, with features. What `admit` needs."""
 
-    def admit(self, prompt: PromptState, first_row: int, tokens: Tensor) -> None:
+    def admit(self, prompt: Any, first_row: int, tokens: Tensor) -> None:
         """Rows of this prompt enter from `first_row` on; tokens: (count,) int64, the first one that each emitted."""
 
     def observe(self, features: Tensor | None, tokens: Tensor, counts: Tensor) -> None:
@@ -60,6 +60,15 @@ class Proposer(Protocol):
 
     def move_row(self, source: int, target: int) -> None:
         """The row in slot `source` is in slot `target` from now on."""
+
+
+class ScoringProposer(Proposer, Protocol):
+    """A proposer that says how sure it is, so that its trees can be merged with others' (see `mixed`)."""
+
+    def propose_scored(self, roots: Tensor, shape: DraftShape, noise: Noise) -> tuple[Tree, Tensor]:
+        """What `propose` answers, 1 + shape.nodes columns, and its scores, float (n, 1 + shape.nodes): of each node the
+        logarithm of the estimated probability that the row says the whole path to it, 0 for the root and -inf for
+        padding. With noise, given the noise."""
 
 
 class DraftProposer:
@@ -138,6 +147,9 @@ class DraftProposer:
             state[target] = state[source]
 
     def propose(self, roots: Tensor, shape: DraftShape, noise: Noise) -> Tree:
+        return self.propose_scored(roots, shape, noise)[0]
+
+    def propose_scored(self, roots: Tensor, shape: DraftShape, noise: Noise) -> tuple[Tree, Tensor]:
         n = len(roots)
         hidden = self._catch_up(n)  # (n, 1, h), behind the root
         none = torch.zeros((n, 1), dtype=torch.long, device=roots.device)
@@ -153,7 +165,7 @@ class DraftProposer:
             tree, scores = grow(tree, scores, beams, tokens, steps)
             best = scores[:, before:].topk(min(shape.width, scores.shape[1] - before), dim=1).indices.sort(1).values
             beams, parent_of = best + before, best // tokens.shape[2]
-        return best_nodes(tree, scores, shape.nodes)
+        return best_scored(tree, scores, shape.nodes)
 
     def _catch_up(self, n: int) -> Tensor:
         """Feed what waits; the hidden state behind each row's last input, (n, 1, h)."""

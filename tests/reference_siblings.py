@@ -19,9 +19,9 @@ class SlowText:
 class SlowSiblings:
     """Prompts, rows and the order in which tokens came."""
 
-    def __init__(self, shortest: int, capacity: int, recent: int, matches: int):
+    def __init__(self, shortest: int, capacity: int, recent: int):
         self.sizes = [shortest << i for i in range(5)][::-1]
-        self.capacity, self.recent, self.matches = capacity, recent, matches
+        self.capacity, self.recent = capacity, recent
         self.log: list[tuple[SlowText, int]] = []  # every token: its text, its place there
         self.prompts: list[SlowText] = []
         self.rows: list[SlowText] = []
@@ -47,17 +47,19 @@ class SlowSiblings:
             self._say(self.rows[-1], token)
 
     def observe(self, said: Sequence[Sequence[int]]) -> None:
-        for row, tokens in zip(self.rows, said, strict=True):
-            for token in tokens:
-                self._say(row, token)
+        step = max(self.capacity // len(self.rows), 1)  # what a log can take at once, row after row
+        for first in range(0, max(len(tokens) for tokens in said), step):
+            for row, tokens in zip(self.rows, said, strict=True):
+                for token in tokens[first : first + step]:
+                    self._say(row, token)
 
     def leave(self, row: int) -> None:
         mover = self.rows.pop()
         if row < len(self.rows):
             self.rows[row] = mover
 
-    def find(self, row: int) -> list[tuple[int, SlowText, int]]:
-        """(size, text, place of the token behind) of every match, longest first, then the latest."""
+    def find(self, row: int, most: int) -> list[tuple[int, SlowText, int]]:
+        """(size, text, place of the token behind) of up to `most` matches, longest first, then the latest."""
         text = self.rows[row]
         remembered = self.log[max(len(self.log) - (self.capacity - 1), 0) :][::-1]
 
@@ -69,13 +71,13 @@ class SlowSiblings:
         for i, size in enumerate(self.sizes):
             hits = [(t, p) for t, p in remembered if t.group == text.group and fits(size, t, p)][: self.recent]
             found += [(size, t, p) for t, p in hits if i == 0 or not fits(self.sizes[i - 1], t, p)]
-        return found[: self.matches]
+        return found[:most]
 
     def scores(
-        self, row: int, depth: int, width: int, times: Sequence[Sequence[float]] | None = None
+        self, row: int, depth: int, width: int, most: int, times: Sequence[Sequence[float]] | None = None
     ) -> dict[Path, float]:
         """Every path of a row's tree with its score; times[depth - 1][token]: when it arrives in the race there."""
-        matches = [(size, text.tokens[place : place + depth]) for size, text, place in self.find(row)]
+        matches = [(size, text.tokens[place : place + depth]) for size, text, place in self.find(row, most)]
         tree: dict[Path, float] = {}
 
         def visit(path: Path, score: float) -> None:

@@ -24,7 +24,8 @@ from fastgrpo.speculation.tree import Tree, best_scored, grow
 
 logger = logging.getLogger(__name__)
 
-# noise(depth): the keys of the token `depth` positions behind each row's root, (n, 2) int64; None for greedy decoding.
+# noise(depth): the keys of the tokens 1 to `depth` positions behind each row's root, (n, depth, 2) int64, made in one
+# go because few large operations cost less than many small ones; None for greedy decoding.
 Noise = Callable[[int], Tensor] | None
 
 
@@ -155,12 +156,13 @@ class DraftProposer:
         none = torch.zeros((n, 1), dtype=torch.long, device=roots.device)
         tree = Tree(roots[:, None], none, none, torch.ones_like(none, dtype=torch.bool), 0)
         scores = torch.zeros((n, 1), dtype=torch.float32, device=roots.device)
+        keys = noise(shape.depth) if noise else None
         # the nodes whose children come next, which of the last inputs each hangs on, and what those inputs saw
         beams, parent_of, columns = none, none, torch.zeros((n, 1, 0), dtype=torch.bool, device=roots.device)
         for depth in range(1, shape.depth + 1):
             if depth > 1:
                 hidden, columns = self._run_beams(tree, beams, hidden, parent_of, columns, depth)
-            tokens, steps = self._children(hidden, shape.width, noise(depth) if noise else None)
+            tokens, steps = self._children(hidden, shape.width, None if keys is None else keys[:, depth - 1])
             before = tree.tokens.shape[1]
             tree, scores = grow(tree, scores, beams, tokens, steps)
             best = scores[:, before:].topk(min(shape.width, scores.shape[1] - before), dim=1).indices.sort(1).values

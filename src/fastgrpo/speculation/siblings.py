@@ -25,7 +25,7 @@ from fastgrpo.speculation.tree import Tree, best_scored
 
 _DOUBLINGS = 5  # kinds of match: the shortest and four doublings, so 1 to 16 tokens by default
 _RECENT = 16  # matches of one kind that are looked up, latest first
-_MATCHES = 32  # that are read on from, longest first
+_MATCHES = (16, 32)  # least and most that are read on from, longest first: as many as there may be nodes
 # A match of n tokens is taken to be followed by the right token with probability n / (n + _DOUBT).
 _DOUBT = 4.0
 # What nobody proposes races too. The logarithm of an arrival time is minus Euler's constant on average, and that stands
@@ -142,11 +142,11 @@ class TextIndex:
         self.earlier[places[order]] = torch.where(first, self.newest[heads], entering.roll(1))
         self.newest[torch.where(first.roll(-1), heads, self._heads * k)] = entering
 
-    def find(self, ends: TextEnds) -> tuple[Tensor, Tensor]:
-        """Where the last tokens of n texts came before in their group.
+    def find(self, ends: TextEnds, most: int) -> tuple[Tensor, Tensor]:
+        """Where the last tokens of n texts came before in their group, `most` places each.
 
-        Returns the numbers of the tokens behind the matches, int64 (n, m), longest match first, then the latest, 0 for
-        none, and the kind of each match, a place in `sizes`.
+        Returns the numbers of the tokens behind the matches, int64 (n, most), longest match first, then the latest, 0
+        for none, and the kind of each match, a place in `sizes`.
         """
         k = len(self._sizes)
         runs = self._hash(ends.words[:, None], ends.groups)[:, 0]  # (n, k)
@@ -161,14 +161,14 @@ class TextIndex:
         # a match that is longer was found as such
         longer = self.runs[places[:, 1:] + self._kinds[:-1, None]] == runs[:, :-1, None]
         matches[:, 1:] &= ~(longer & (ends.lengths[:, None] >= self.sizes[:-1])[:, :, None])
-        return self._first(matches, numbers)
+        return self._first(matches, numbers, most)
 
-    def _first(self, matches: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def _first(self, matches: Tensor, numbers: Tensor, most: int) -> tuple[Tensor, Tensor]:
         n, _, recent = matches.shape
         matches = matches.flatten(1)
         rank = matches.cumsum(1)
-        rank = torch.where(matches & (rank <= _MATCHES), rank - 1, _MATCHES)
-        kept = numbers.new_zeros((2, n, _MATCHES + 1))
+        rank = torch.where(matches & (rank <= most), rank - 1, most)
+        kept = numbers.new_zeros((2, n, most + 1))
         kept[0].scatter_(1, rank, numbers.flatten(1))
         kept[1].scatter_(1, rank, self._kinds.repeat_interleave(recent).expand(n, -1))
         return kept[0, :, :-1], kept[1, :, :-1]
@@ -214,13 +214,16 @@ def forecast(
     """
     depth, m = tokens.shape[1:]
     place = torch.arange(m, device=tokens.device)
-    equal = (tokens[:, :, :, None] == tokens[:, :, None]) & said[:, :, :, None] & said[:, :, None]
-    same = equal.float().cumprod(1)  # (n, d, m, m): the paths down to here read the same
-    agree = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1)  # those down to the parent
+    equal = tokens[:, :, :, None] == tokens[:, :, None]
+    equal &= said[:, :, :, None] & said[:, :, None]
+    for level in range(1, depth):
+        equal[:, level] &= equal[:, level - 1]
+    agree = F.pad(equal[:, :-1], (0, 0, 0, 0, 1, 0), value=True)  # the paths to the parent read the same
+    same = equal.float()  # (n, d, m, m): those to the node
     kind = F.one_hot(kinds, len(sizes)).float()[:, None]  # (n, 1, m, k)
     voters = kind * said[:, :, :, None]
     rates = torch.ones_like(voters[..., 0]) if times is None else times.reciprocal().float()
-    votes, raced = (agree @ torch.cat([voters, voters * rates[:, :, :, None]], 3)).chunk(2, 3)  # (n, d, m, k)
+    votes, raced = (agree.float() @ torch.cat([voters, voters * rates[:, :, :, None]], 3)).chunk(2, 3)  # (n, d, m, k)
     lengths = sizes + torch.arange(depth, device=tokens.device)[:, None, None]  # (d, 1, k): the path was matched too
     doubt = _DOUBT / (lengths * votes + _DOUBT)
     left = doubt.cumprod(3)
@@ -232,7 +235,7 @@ def forecast(
     alone = said & (first == place)
     better = steps[:, :, None] > steps[:, :, :, None]  # (n, d, i, j): node j than node i
     better |= (steps[:, :, None] == steps[:, :, :, None]) & (place < place[:, None])
-    rank = (better & alone[:, :, None] & (agree > 0)).sum(3)
+    rank = (better & alone[:, :, None] & agree).sum(3)
     parents = F.pad(first[:, :-1], (0, 0, 1, 0))
     return alone & (rank < width), parents, steps.log().cumsum(1)
 
@@ -306,13 +309,13 @@ class SiblingProposer:
     def propose_scored(self, roots: Tensor, shape: DraftShape, noise: Noise) -> tuple[Tree, Tensor]:
         assert self.index is not None
         n = len(roots)
-        matches, kinds = self.index.find(self.ends.rows(slice(n)))
+        least, most = _MATCHES
+        matches, kinds = self.index.find(self.ends.rows(slice(n)), min(max(shape.nodes, least), most))
         tokens, said = self.index.read(matches, shape.depth)
         depth, m = tokens.shape[1:]
         times = None
         if noise is not None:
-            keys = torch.stack([noise(level) for level in range(1, depth + 1)], 1)
-            times = arrival_times(keys.flatten(0, 1), tokens.flatten(0, 1)).view(tokens.shape)
+            times = arrival_times(noise(depth).flatten(0, 1), tokens.flatten(0, 1)).view(tokens.shape)
         real, parents, scores = forecast(tokens, said, kinds, self.index.sizes, times, shape.width)
         levels = torch.arange(depth, device=roots.device)[:, None]
         parents = torch.where(levels > 0, 1 + (levels - 1) * m + parents, 0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastgrpo.models.cache import Prefix
 from fastgrpo.speculation.policy import DraftShape
 from fastgrpo.speculation.proposers import Noise, ScoringProposer
+from fastgrpo.speculation.recorder import columns
 from fastgrpo.speculation.tree import Tree, best_scored, merge
 
 
@@ -66,9 +67,4 @@ class MixedProposer:
 
     def _tapped(self, proposer: ScoringProposer, features: Tensor | None) -> Tensor | None:
         """Of features (..., taps * hidden) the taps of one proposer."""
-        if features is None or proposer.taps == self.taps:
-            return features
-        if not proposer.taps:
-            return None
-        layers = features.unflatten(-1, (len(self.taps), -1))
-        return layers[..., [self.taps.index(tap) for tap in proposer.taps], :].flatten(-2)
+        return None if features is None else columns(features, self.taps, proposer.taps)

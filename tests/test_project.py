@@ -37,6 +37,8 @@ ORDER = [
             "policy",
             "proposers",
             "recorder",
+            "siblings",
+            "mixed",
             "verification",
             "costs",
             "batch",

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_tree import SlowNode, check, paths, slow_ancestors, slow_best_nodes, to_tree, trees
 
-from fastgrpo.speculation.tree import Tree, best_nodes, bucket, chain, grow, merge, path_slots
+from fastgrpo.speculation.tree import Tree, best_nodes, best_scored, bucket, chain, grow, merge, path_slots
 
 # a busy machine is no failure
 EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -108,17 +108,27 @@ def test_children_of_padding_are_padding() -> None:
     assert paths(grown, 0) == [(), (1,), None, None, (1, 9)]
 
 
+def slow_worth(tree: Tree, scores: torch.Tensor, row: int, nodes: list[int]) -> list[float]:
+    """What each node counts for: the least score on its path, 0 for the root."""
+    worth = {0: INF}
+    for j in nodes[1:]:  # parents first
+        worth[j] = min(float(scores[row, j]), worth[int(tree.parents[row, j])])
+    return [worth[j] if j else 0.0 for j in nodes]
+
+
 @EXAMPLES
 @given(scored_trees(), st.integers(0, 12))
 def test_best_nodes_equal_the_slow_twin(scored: tuple[Tree, torch.Tensor], count: int) -> None:
     tree, scores = scored
-    chosen = best_nodes(tree, scores, count)
+    chosen, worth = best_scored(tree, scores, count)
     check(chosen)
-    assert chosen.tokens.shape == (tree.tokens.shape[0], count + 1)
+    assert torch.equal(best_nodes(tree, scores, count).tokens, chosen.tokens)
+    assert chosen.tokens.shape == worth.shape == (tree.tokens.shape[0], count + 1)
     for r in range(tree.tokens.shape[0]):
         kept = slow_best_nodes(tree, scores, r, count)
         expected = [paths(tree, r)[j] for j in kept]
         assert paths(chosen, r) == expected + [None] * (count + 1 - len(kept))
+        assert worth[r].tolist() == pytest.approx(slow_worth(tree, scores, r, kept) + [-INF] * (count + 1 - len(kept)))
         assert int(chosen.tokens[r, 0]) == int(tree.tokens[r, 0])
         assert chosen.depths[r, : len(kept)].tolist() == sorted(chosen.depths[r, : len(kept)].tolist())
 

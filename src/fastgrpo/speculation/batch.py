@@ -234,9 +234,13 @@ class LiveBatch:
 
     def _propose(self, roots: Tensor, lengths: Tensor, shape: DraftShape) -> Tree:
         assert self.proposer is not None
-        index = torch.arange(len(roots), device=self.device)
-        noise = None if self.law.greedy else lambda depth: self._keys(index, lengths + depth)
-        tree = self.proposer.propose(roots, shape, noise)
+
+        def noise(depth: int) -> Tensor:
+            index = torch.arange(len(roots), device=self.device).repeat_interleave(depth)
+            positions = lengths[:, None] + torch.arange(1, depth + 1, device=self.device)
+            return self._keys(index, positions.flatten()).unflatten(0, (len(roots), depth))
+
+        tree = self.proposer.propose(roots, shape, None if self.law.greedy else noise)
         return tree.padded(bucket(tree.tokens.shape[1]))
 
     def _verify(self, tree: Tree, lengths: Tensor) -> Tensor:

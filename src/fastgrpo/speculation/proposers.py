@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ from fastgrpo.models.cache import FreshKeys, Prefix, RaggedCache, whole_lanes
 from fastgrpo.models.draft import DraftModel
 from fastgrpo.speculation.noise import arrival_times
 from fastgrpo.speculation.policy import DraftShape
-from fastgrpo.speculation.tree import Tree, best_nodes, grow
+from fastgrpo.speculation.tree import Tree, best_scored, grow
 
 logger = logging.getLogger(__name__)
 
-# noise(depth): the keys of the token `depth` positions behind each row's root, (n, 2) int64; None for greedy decoding.
+# noise(depth): the keys of the tokens 1 to `depth` positions behind each row's root, (n, depth, 2) int64, made in one
+# go because few large operations cost less than many small ones; None for greedy decoding.
 Noise = Callable[[int], Tensor] | None
 
 
@@ -45,10 +46,10 @@ class Proposer(Protocol):
     def start(self, rows: int, capacity: int) -> bool:
         """Forget everything; at most `rows` rows of at most `capacity` tokens will come. False: it cannot draft."""
 
-    def read_prompt(self, tokens: Sequence[int], prefix: Prefix) -> PromptState:
-        """Run a prompt once; `prefix` is the target's, with features."""
+    def read_prompt(self, tokens: Sequence[int], prefix: Prefix) -> Any:
+        """Read a prompt once, for the whole group; `prefix` is the target's, with features. What `admit` needs."""
 
-    def admit(self, prompt: PromptState, first_row: int, tokens: Tensor) -> None:
+    def admit(self, prompt: Any, first_row: int, tokens: Tensor) -> None:
         """Rows of this prompt enter from `first_row` on; tokens: (count,) int64, the first one that each emitted."""
 
     def observe(self, features: Tensor | None, tokens: Tensor, counts: Tensor) -> None:
@@ -60,6 +61,15 @@ class Proposer(Protocol):
 
     def move_row(self, source: int, target: int) -> None:
         """The row in slot `source` is in slot `target` from now on."""
+
+
+class ScoringProposer(Proposer, Protocol):
+    """A proposer that says how sure it is, so that its trees can be merged with others' (see `mixed`)."""
+
+    def propose_scored(self, roots: Tensor, shape: DraftShape, noise: Noise) -> tuple[Tree, Tensor]:
+        """What `propose` answers, 1 + shape.nodes columns, and its scores, float (n, 1 + shape.nodes): of each node the
+        logarithm of the estimated probability that the row says the whole path to it, 0 for the root and -inf for
+        padding. With noise, given the noise."""
 
 
 class DraftProposer:
@@ -138,22 +148,26 @@ class DraftProposer:
             state[target] = state[source]
 
     def propose(self, roots: Tensor, shape: DraftShape, noise: Noise) -> Tree:
+        return self.propose_scored(roots, shape, noise)[0]
+
+    def propose_scored(self, roots: Tensor, shape: DraftShape, noise: Noise) -> tuple[Tree, Tensor]:
         n = len(roots)
         hidden = self._catch_up(n)  # (n, 1, h), behind the root
         none = torch.zeros((n, 1), dtype=torch.long, device=roots.device)
         tree = Tree(roots[:, None], none, none, torch.ones_like(none, dtype=torch.bool), 0)
         scores = torch.zeros((n, 1), dtype=torch.float32, device=roots.device)
+        keys = noise(shape.depth) if noise else None
         # the nodes whose children come next, which of the last inputs each hangs on, and what those inputs saw
         beams, parent_of, columns = none, none, torch.zeros((n, 1, 0), dtype=torch.bool, device=roots.device)
         for depth in range(1, shape.depth + 1):
             if depth > 1:
                 hidden, columns = self._run_beams(tree, beams, hidden, parent_of, columns, depth)
-            tokens, steps = self._children(hidden, shape.width, noise(depth) if noise else None)
+            tokens, steps = self._children(hidden, shape.width, None if keys is None else keys[:, depth - 1])
             before = tree.tokens.shape[1]
             tree, scores = grow(tree, scores, beams, tokens, steps)
             best = scores[:, before:].topk(min(shape.width, scores.shape[1] - before), dim=1).indices.sort(1).values
             beams, parent_of = best + before, best // tokens.shape[2]
-        return best_nodes(tree, scores, shape.nodes)
+        return best_scored(tree, scores, shape.nodes)
 
     def _catch_up(self, n: int) -> Tensor:
         """Feed what waits; the hidden state behind each row's last input, (n, 1, h)."""

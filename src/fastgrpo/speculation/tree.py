@@ -141,6 +141,11 @@ def best_nodes(tree: Tree, scores: Tensor, count: int) -> Tree:
     parent whatever the scores are. Nodes scored -inf or NaN, and all below them, are left out.
     Returns trees of 1 + count nodes, by depth, then in the order they had; padding is at the end.
     """
+    return best_scored(tree, scores, count)[0]
+
+
+def best_scored(tree: Tree, scores: Tensor, count: int) -> tuple[Tree, Tensor]:
+    """`best_nodes`, and what each of them counts for, (n, 1 + count): 0 for the root, -inf for padding."""
     m = tree.tokens.shape[1]
     worth = scores.masked_fill(~tree.real | scores.isnan(), -torch.inf)
     worth[:, 0] = torch.inf
@@ -161,7 +166,9 @@ def best_nodes(tree: Tree, scores: Tensor, count: int) -> Tree:
         real,
         tree.levels,
     )
-    return chosen.padded(count + 1)
+    worth[:, 0] = 0
+    marks = F.pad(worth.gather(1, kept), (0, count + 1 - kept.shape[1]), value=-torch.inf)
+    return chosen.padded(count + 1), marks
 
 
 def merge(trees: Sequence[Tree], scores: Sequence[Tensor]) -> tuple[Tree, Tensor]:

@@ -1,4 +1,4 @@
-"""The law of what the engine emits with speculation on, over four tokens: enumerated, counted, and told from wrong ones.
+"""The law of what the engine emits with speculation on, over four tokens: enumerated, counted, told from wrong ones.
 
 `test_verification` enumerates the walk alone. Here everything takes part: draft model, trees, cache, sampler, rounds.
 """

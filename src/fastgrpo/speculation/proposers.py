@@ -18,7 +18,7 @@ from torch import Tensor
 from fastgrpo.models.attention import as_bias, causal_attention, grouped_attention, visible
 from fastgrpo.models.cache import FreshKeys, Prefix, RaggedCache, whole_lanes
 from fastgrpo.models.draft import DraftModel
-from fastgrpo.speculation.noise import arrival_times
+from fastgrpo.speculation.coupling import DraftRace
 from fastgrpo.speculation.policy import DraftShape
 from fastgrpo.speculation.tree import Tree, best_nodes, grow
 
@@ -81,7 +81,7 @@ class DraftProposer:
         layout = self.draft.layout
         # behind the text: beams of a draft, and a last slot that padding is written to and nobody looks at
         self.cache = RaggedCache(layout, rows, capacity)
-        self.ids = self.draft.ids
+        self.race = DraftRace(self.draft.ids)
         self.fed = torch.zeros(rows, dtype=torch.long, device=layout.device)  # inputs in the draft's cache
         self.waiting = torch.zeros_like(self.fed)  # inputs not yet there
         self.features: Tensor | None = None  # (rows, buffer, f)
@@ -208,9 +208,7 @@ class DraftProposer:
 
     def _children(self, hidden: Tensor, width: int, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """The best children of each beam, target ids (n, b, width), and the log-score of each."""
-        law = (self.draft.logits(hidden).float() / self.temperature).log_softmax(-1)  # (n, b, draft vocab)
-        if keys is not None:  # the race that the target will run at this position, by the draft's law
-            times = arrival_times(keys, self.ids.expand(len(keys), -1))
-            law = (law - times.log().float()[:, None]).log_softmax(-1)
-        steps, best = law.topk(min(width, law.shape[-1]), dim=-1)
-        return self.ids[best], steps
+        logits = self.draft.logits(hidden).float()  # (n, b, draft vocab)
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        return self.race.best(logits, keys, width)

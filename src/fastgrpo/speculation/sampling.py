@@ -135,7 +135,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor) -> 
     scaled = logits.float()
     if params.temperature not in (0, 1):
         scaled = scaled / params.temperature
-    maxima = _block_maxima(scaled)
+    maxima = block_maxima(scaled)
     top = maxima.amax(-1)
     law = _Law(scaled, maxima, top, _mass(scaled, top), keys)
     sampling_logprobs = None
@@ -155,7 +155,7 @@ def _logprobs(law: _Law, token_ids: torch.Tensor, mass: torch.Tensor) -> torch.T
     return ((chosen.double() - law.top) - mass.log()).float()
 
 
-def _block_maxima(scaled: torch.Tensor) -> torch.Tensor:
+def block_maxima(scaled: torch.Tensor) -> torch.Tensor:
     """Return the largest value of each block of BLOCK columns, (rows, n_blocks); the last block may be short."""
     whole = scaled.shape[1] // BLOCK * BLOCK
     maxima = scaled[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).amax(-1)

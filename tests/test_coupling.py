@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastgrpo.speculation.coupling import DraftRace
-from fastgrpo.speculation.noise import BLOCK, arrival_times, block_times, row_keys
+from fastgrpo.speculation.noise import BLOCK, arrival_times, row_keys
 
 TARGET_VOCAB = 3000
 VOCABULARIES = {
@@ -43,10 +43,10 @@ def test_greedy_children_are_the_most_probable_ones(name: str, count: int) -> No
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize("name", ["every third", "dense, then sparse", "few"])
-def test_where_all_blocks_are_opened_the_race_is_the_whole_one(name: str, count: int) -> None:
+@pytest.mark.parametrize("name", ["dense, then sparse", "few"])
+def test_where_all_blocks_race_the_race_is_the_whole_one(name: str, count: int) -> None:
     ids = VOCABULARIES[name]
-    assert len(ids) <= 16 * BLOCK
+    assert len(ids) <= 9 * BLOCK
     logits, keys = torch.randn(40, 2, len(ids)) * 2, keys_for(40)
     tokens, steps = DraftRace(ids).best(logits, keys, count)
     expected, law = slow_best(ids, logits, keys, count)
@@ -54,25 +54,27 @@ def test_where_all_blocks_are_opened_the_race_is_the_whole_one(name: str, count:
     torch.testing.assert_close(steps.double(), law, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("scale", "share"), [(2.0, 0.9), (4.0, 0.99)])
-@pytest.mark.parametrize("step", [1, 2])
-def test_few_blocks_nearly_always_hold_the_winner(step: int, scale: float, share: float) -> None:
-    ids = torch.arange(0, 128 * BLOCK * step, step)
-    logits, keys = torch.randn(300, 1, len(ids)) * scale, keys_for(300)
-    tokens, _ = DraftRace(ids).best(logits, keys, 1)
-    expected, _ = slow_best(ids, logits, keys, 1)
-    assert float((tokens == expected).double().mean()) > share
+@pytest.mark.parametrize(("scale", "share"), [(1.0, 0.9), (2.5, 0.9), (5.0, 0.95)])
+@pytest.mark.parametrize("step", [1, 3])
+def test_few_racers_nearly_always_hold_the_winner(step: int, scale: float, share: float) -> None:
+    ids = torch.arange(0, 64 * BLOCK * step, step)
+    logits, keys = torch.randn(200, 1, len(ids)) * scale, keys_for(200)
+    tokens, steps = DraftRace(ids).best(logits, keys, 2)
+    expected, law = slow_best(ids, logits, keys, 2)
+    right = tokens[..., 0] == expected[..., 0]
+    assert float(right.double().mean()) > share
+    # a share of fewer racers is no smaller than one of all
+    assert bool((steps[..., 0][right].double() > law[..., 0][right] - 1e-4).all())
+    assert not bool((tokens[..., 0] == tokens[..., 1]).any()), "nobody races twice"
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_no_id_of_a_block_arrives_before_its_bound(name: str) -> None:
-    race, keys = DraftRace(VOCABULARIES[name]), keys_for(7)
-    assert torch.equal(race.ids.flatten()[: len(VOCABULARIES[name])], VOCABULARIES[name])
-    earliest = block_times(keys, race.noise_blocks)[:, race.reached].amin(-1)
-    times = arrival_times(keys, race.ids.flatten().expand(7, -1)).view(7, -1, BLOCK)
-    assert bool((times >= earliest[:, :, None]).all())
-    for block, reached in zip(race.ids, race.reached, strict=True):
-        assert set(reached.tolist()) == set((block // BLOCK).tolist())
+def test_ids_and_numbers_are_each_others_inverse(name: str) -> None:
+    ids = VOCABULARIES[name]
+    race = DraftRace(ids)
+    assert torch.equal(race.ids.flatten()[: len(ids)], ids)
+    assert race.numbers[ids].tolist() == list(range(len(ids)))
+    assert int((race.numbers >= 0).sum()) == len(ids)
 
 
 def test_broken_logits_propose_nothing() -> None:

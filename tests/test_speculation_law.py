@@ -134,7 +134,7 @@ def score(rollout: Rollout, law: Tensor) -> float:
     return (ratio ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
 
 
-def drawn(shape: str, law: str, rows: int = 8000) -> Rollout:
+def drawn(shape: str, law: str, rows: int = 4000) -> Rollout:
     return engine_with(shape).generate(
         [PROMPT], LAWS[law], group_size=rows, max_new_tokens=LENGTH, stop_token_ids=(), seed=5
     )
@@ -145,7 +145,7 @@ def drawn(shape: str, law: str, rows: int = 8000) -> Rollout:
 )
 def test_texts_follow_the_models_law(shape: str, law: str) -> None:
     rollout = drawn(shape, law)
-    assert rollout.stats.accepted > 1000
+    assert rollout.stats.accepted > 500
     assert score(rollout, law_of_texts(law)) < 5
     assert score(rollout, law_of_texts("top-k" if law == "plain" else "plain")) > 10, "another law is told apart"
 

@@ -128,6 +128,17 @@ def cut_at(completion: Completion, stops: set[int]) -> Completion:
     return completion
 
 
+def plainly(
+    target: tuple[str, bool], texts: list[list[int]], law: SamplingParams, arguments: dict[str, Any]
+) -> tuple[Rollout, dict[tuple[int, ...], list[list[int]]]]:
+    """The plain rollout without stops, and what the rows of each prompt said in it."""
+    plain = engine_for(target, None, None, None).generate(texts, law, stop_token_ids=(), **arguments)
+    said: dict[tuple[int, ...], list[list[int]]] = {}
+    for text, completion in zip(texts, plain.completions, strict=True):
+        said.setdefault(tuple(text), []).append(list(completion.token_ids))
+    return plain, said
+
+
 def check_counts(rollout: Rollout, stops: set[int], limits: Sequence[int], seen: Counter[str]) -> None:
     for completion, limit in zip(rollout.completions, limits, strict=True):
         assert not stops & set(completion.token_ids[:-1]), "something was emitted after a stop"
@@ -184,12 +195,7 @@ def test_any_trees_and_any_traffic_give_the_plain_rollout(monkeypatch: pytest.Mo
         rows = len(texts)
         limits = data.draw(st.lists(st.integers(1, 16), min_size=rows, max_size=rows))
         uids = data.draw(st.lists(st.integers(-(2**63), 2**64 - 1), min_size=rows, max_size=rows))
-        plain = engine_for(target, None, None, None).generate(
-            texts, law, max_new_tokens=limits, stop_token_ids=(), seed=seed, uids=uids
-        )
-        said = {tuple(prompt): [] for prompt in prompts}
-        for text, completion in zip(texts, plain.completions, strict=True):
-            said[tuple(text)].append(list(completion.token_ids))
+        plain, said = plainly(target, texts, law, {"max_new_tokens": limits, "seed": seed, "uids": uids})
         # stops are tokens that rows do say, so that they end inside accepted blocks
         common = sorted({token for c in plain.completions for token in c.token_ids})
         stops = data.draw(st.sets(st.sampled_from(common), max_size=2))

@@ -287,8 +287,11 @@ def test_the_gpu_check_runs_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "ARCHITECTURES", ("llama", "gemma3_text"))
     assert module.main() == 0
     found = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert len(found["checks"]) == 8 and all(check["passed"] for check in found["checks"])
+    assert len(found["checks"]) == 16 and all(check["passed"] for check in found["checks"])
     assert [r["rows"] for r in found["results"]] == [1, 1, 4, 4]
+    assert [(r["rows"], r["policy"]) for r in found["speculation"]] == [
+        (rows, policy) for rows in (1, 4) for policy in ("off", "chain 3", "tree 8")
+    ]
 
     # and it can fail: a row of other tokens is no near-tie
     model = module.tiny_model("llama")

@@ -31,6 +31,7 @@ ORDER = [
         [
             "noise",
             "sampling",
+            "coupling",
             "requests",
             "memory",
             "tree",

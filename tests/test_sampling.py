@@ -246,12 +246,37 @@ def test_fall_backs_are_taken_when_needed(
 
     monkeypatch.setattr(sampling, "_truncate_whole", spy_whole)
     monkeypatch.setattr(sampling, "_race_in", spy_race)
+    monkeypatch.setattr(sampling, "_MOST_CANDIDATES", 1000)
     logits = torch.full((60, 6400), -30.0)
     logits[:, ::every] = torch.randn(60, 6400 // every) * scale
     assert_equals_slow_twin(logits, params)
     assert bool(whole) == whole_truncations
     assert (64 in raced) == second_races
     assert (100 in raced) == third_races
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.95, 0.999])
+def test_a_nucleus_in_many_blocks_is_found_by_its_candidates(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.full((20, 9000), -9.0)
+    logits[:, ::60] = torch.randn(20, 150) * 0.5  # one in each block, most of the mass
+    logits[:10, ::60] = logits[:10, ::60].round(decimals=1)  # ties
+    logits[0] = 0.0  # too many candidates for the limit below
+    taken: list[int] = []
+    for easing in (1, sampling._EASING):
+        monkeypatch.setattr(sampling, "_EASING", easing)
+        monkeypatch.setattr(sampling, "_MOST_CANDIDATES", 8500)
+        truncate_above = sampling._truncate_above
+
+        def spy(*args: object, truncate_above: object = truncate_above, **options: object) -> object:
+            cutoff, mass, decided = truncate_above(*args, **options)  # type: ignore[operator]
+            taken.append(int(decided.sum()))
+            return cutoff, mass, decided
+
+        monkeypatch.setattr(sampling, "_truncate_above", spy)
+        assert_equals_slow_twin(logits, SamplingParams(top_p=top_p))
+        assert_equals_slow_twin(logits, SamplingParams(top_p=top_p, min_p=0.2))
+        monkeypatch.setattr(sampling, "_truncate_above", truncate_above)
+    assert (max(taken) > 10) == (top_p < 0.99)  # nearly all ids are candidates at 0.999
 
 
 def test_fall_backs_are_cut_to_fit_memory(monkeypatch: pytest.MonkeyPatch) -> None:

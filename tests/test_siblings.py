@@ -35,14 +35,10 @@ def prefix_of(tokens: Sequence[int], features: Tensor | None = None) -> Prefix:
     return Prefix([torch.zeros(1, len(tokens), 1)], [torch.zeros(1, len(tokens), 1)], len(tokens), features)
 
 
-def noise_of(rows: int, at: int) -> Any:
+def noise_of(rows: int, at: int, depth: int) -> Tensor:
     """Keys as the engine makes them, row r being sequence r, all of them at position `at`."""
-
-    def noise(depth: int) -> Tensor:
-        index = torch.arange(rows)
-        return torch.stack([row_keys(5, index, torch.full_like(index, at + 1 + i)) for i in range(depth)], 1)
-
-    return noise
+    index = torch.arange(rows)
+    return torch.stack([row_keys(5, index, torch.full_like(index, at + 1 + i)) for i in range(depth)], 1)
 
 
 class Twins:
@@ -78,10 +74,10 @@ class Twins:
 
     def compare(self, shape: DraftShape, noisy: bool) -> None:
         n = len(self.slow.rows)
-        noise = noise_of(n, 40) if noisy else None
+        noise = noise_of(n, 40, shape.depth) if noisy else None
         roots = torch.tensor([row.tokens[-1] for row in self.slow.rows])
         few = torch.arange(10).expand(n, -1)
-        keys = noise(shape.depth).unbind(1) if noise else ()
+        keys = () if noise is None else noise.unbind(1)
         times = [arrival_times(key, few).tolist() for key in keys]  # by depth, row and token
         for nodes, matches in ((shape.nodes, 16), (32 * shape.depth, 32)):
             wide = DraftShape(shape.depth, shape.width, nodes)
@@ -191,9 +187,9 @@ def test_of_equal_candidates_the_one_that_wins_the_targets_race_is_proposed() ->
     proposer.start(rows, 64)
     text = [token for i in range(16) for token in (9, followers[i % 4], 100 + i)]  # longer runs never come back
     proposer.admit(proposer.read_prompt(text, prefix_of(text)), 0, torch.full((rows,), 9))
-    noise = noise_of(rows, len(text))
+    noise = noise_of(rows, len(text), 1)
     tree = proposer.propose(torch.full((rows,), 9), DraftShape(1, 1, 1), noise)
-    times = arrival_times(noise(1)[:, 0], torch.tensor(followers).expand(rows, -1))
+    times = arrival_times(noise[:, 0], torch.tensor(followers).expand(rows, -1))
     assert tree.tokens[:, 1].tolist() == [followers[i] for i in times.argmin(1).tolist()]
     assert len(set(tree.tokens[:, 1].tolist())) == 4
 
@@ -357,7 +353,7 @@ def test_a_round_is_cheap_however_long_the_texts_are(groups: int, group_size: in
             start = time.thread_time()  # of this thread: the machine may have other work
             proposer.observe(None, tokens, counts)
             roots = tokens.gather(1, counts[:, None] - 1)[:, 0]
-            tree = proposer.propose(roots, shape, noise_of(rows, length))
+            tree = proposer.propose(roots, shape, noise_of(rows, length, shape.depth))
             seconds.append(time.thread_time() - start)
         least[length] = 1000 * min(seconds)
         assert length < 4000 or int(tree.real.sum()) > 2 * rows, "there was something to look up"

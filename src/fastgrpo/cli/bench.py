@@ -26,6 +26,10 @@ BENCHES = {
     "parts": _Bench("where the time of a decoding pass goes", ("parts", "PartsSettings", "parts_bench")),
     "step": _Bench("a GRPO step against TRL's own trainer, by phase", ("step", "StepSettings", "step_bench")),
     "update": _Bench("an update against TRL's own, with token budgets", ("update", "UpdateSettings", "update_bench")),
+    "speculation": _Bench(
+        "drafts against plain decoding, and what they cost",
+        ("speculation", "SpeculationSettings", "speculation_bench"),
+    ),
     "invariance": _Bench(
         "which shapes of a pass give the same bits", ("invariance", "InvarianceSettings", "invariance_bench")
     ),
@@ -62,15 +66,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_positive, help="threads of torch (its own choice)")
     parser.add_argument("--repeats", type=_positive, help="runs of each side, in turn")
     parser.add_argument("--seed", type=int, help="of the first run (0)")
-    parser.add_argument("--rows", type=_numbers, help="rollout, parts: rows decoded together (1,8,32); context: (8)")
+    parser.add_argument("--draft", help="speculation: folder of a draft model (an untrained one)")
     parser.add_argument(
-        "--new_tokens", type=_positive, help="rollout, step, update: length of a response (256; 16); context: 32"
+        "--rows", type=_numbers, help="rollout, parts, speculation: rows decoded together (1,8,32); context: (8)"
     )
-    parser.add_argument("--temperature", type=float, help="rollout, context, step (1)")
-    parser.add_argument("--top_p", type=float, help="rollout, context, parts (0.95), step (1)")
-    parser.add_argument("--prompts", help="rollout: builtin, or a data source as fastgrpo grpo takes it")
+    parser.add_argument(
+        "--new_tokens",
+        type=_positive,
+        help="rollout, step: length of a response (256); speculation: 48; context: 32; update: 16",
+    )
+    parser.add_argument("--temperature", type=float, help="rollout, context, step, speculation (1)")
+    parser.add_argument("--top_p", type=float, help="rollout, context, parts (0.95), step (1), speculation (both)")
+    parser.add_argument("--prompts", help="rollout, speculation: builtin, or a data source as fastgrpo grpo takes it")
     parser.add_argument(
         "--natural_stops", action="store_true", default=None, help="rollout: rows end at the model's stop ids"
+    )
+    parser.add_argument(
+        "--memory_rows", type=int, help="speculation: rows of the rollouts whose memory is measured (the most); 0: none"
     )
     parser.add_argument(
         "--group_prompts", type=int, help="rollout: prompts of a group comparison (0: none); step, update: (8)"

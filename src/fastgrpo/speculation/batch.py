@@ -32,6 +32,8 @@ from fastgrpo.speculation.verification import Walk, walk
 # (390 tokens in a pass cost 2.0 ms each, 860 cost 2.25, SmolLM2 on two AVX2 cores).
 _PREFILL_TOKENS = {"cpu": 512}
 _PREFILL_TOKENS_ELSEWHERE = 8192
+# A walk asks for a draw at each level. Up to this many nodes one draw at all of them, visited or not, costs less.
+_NODES_AT_ONCE = 16
 
 
 def draft_slots(shape: DraftShape) -> int:
@@ -234,13 +236,8 @@ class LiveBatch:
 
     def _propose(self, roots: Tensor, lengths: Tensor, shape: DraftShape) -> Tree:
         assert self.proposer is not None
-
-        def noise(depth: int) -> Tensor:
-            index = torch.arange(len(roots), device=self.device).repeat_interleave(depth)
-            positions = lengths[:, None] + torch.arange(1, depth + 1, device=self.device)
-            return self._keys(index, positions.flatten()).unflatten(0, (len(roots), depth))
-
-        tree = self.proposer.propose(roots, shape, None if self.law.greedy else noise)
+        noise = None if self.law.greedy else self._keys_ahead(lengths, shape.depth)
+        tree = self.proposer.propose(roots, shape, noise)
         return tree.padded(bucket(tree.tokens.shape[1]))
 
     def _verify(self, tree: Tree, lengths: Tensor) -> Tensor:
@@ -251,12 +248,19 @@ class LiveBatch:
     def _walk(self, tree: Tree, logits: Tensor, lengths: Tensor) -> tuple[Tensor, Walk]:
         """What every row emits, (columns, n, levels + 1) float64 as `_draw` has them, and the way there."""
         levels: list[Tensor] = []
+        rows = torch.arange(len(lengths), device=self.device)
+        keys = self._keys_ahead(lengths, tree.levels + 1)
+        at_once = self._draw_at_once(tree, logits, keys)
 
         def draw(nodes: Tensor, active: Tensor, depth: int) -> Tensor:
-            index = active.nonzero().squeeze(1)
-            drawn = self._draw(logits[index, nodes[index]], index, self._keys(index, lengths[index] + 1 + depth))
-            column = drawn.new_zeros((len(drawn), len(nodes)))
-            column[:, index] = drawn
+            if at_once is not None:
+                column = at_once[:, rows, nodes]
+            else:
+                index = active.nonzero().squeeze(1)
+                visited = logits[:, 0] if depth == 0 else logits[index, nodes[index]]
+                drawn = self._draw(visited, index, keys[index, depth])
+                column = drawn.new_zeros((len(drawn), len(nodes)))
+                column[:, index] = drawn
             levels.append(column)
             return column[0].long()
 
@@ -265,8 +269,25 @@ class LiveBatch:
         width = drawn.shape[2]
         return drawn, Walk(path.emitted[:, :width], path.counts, path.path[:, :width])
 
+    def _draw_at_once(self, tree: Tree, logits: Tensor, keys: Tensor) -> Tensor | None:
+        """The draws of all nodes, (columns, n, nodes), where they are few; a penalty hangs on what came before them.
+
+        keys: (n, levels + 1, 2), by depth.
+        """
+        if self.seen is not None or tree.tokens.numel() > _NODES_AT_ONCE:
+            return None
+        depths = tree.depths.clamp(max=tree.levels)[:, :, None]
+        own = keys.gather(1, depths.expand(-1, -1, 2)).flatten(0, 1)
+        return self._draw(logits.flatten(0, 1), own[:, 0], own).unflatten(1, tree.tokens.shape)
+
     def _keys(self, index: Tensor, positions: Tensor) -> Tensor:
         return row_keys(self.seed, self.uids[index], positions)
+
+    def _keys_ahead(self, lengths: Tensor, count: int) -> Tensor:
+        """The keys of the next `count` tokens of all rows, (n, count, 2)."""
+        positions = lengths[:, None] + torch.arange(1, count + 1, device=self.device)
+        uids = self.uids[: len(lengths), None].expand_as(positions)
+        return row_keys(self.seed, uids.flatten(), positions.flatten()).unflatten(0, positions.shape)
 
     def _draw(self, logits: Tensor, index: Tensor, keys: Tensor) -> Tensor:
         """The next token of rows `index` from their logits (count, vocab): its id, its log-prob and, where that is

@@ -97,8 +97,11 @@ def _exponential(words: torch.Tensor) -> torch.Tensor:
     return uniform.log1p_().neg_()
 
 
-def _first_arrivals(keys: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for blocks (rows, m), the first arrival time (float64) and the index in 0..BLOCK-1 of who it is."""
+def first_arrivals(keys: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, for blocks (rows, m), the first arrival time (float64) and the index in 0..BLOCK-1 of who it is.
+
+    keys: int64 (rows, 2) from `row_keys`. Block b holds the BLOCK ids from b * BLOCK on, none of which arrives earlier.
+    """
     words = _hash(keys, -1 - blocks)  # negative counters: never an id's
     return _exponential(words).div_(BLOCK), words & (BLOCK - 1)  # bits 12..63 and bits 0..5
 
@@ -109,7 +112,7 @@ def block_times(keys: torch.Tensor, n_blocks: int) -> torch.Tensor:
     keys: int64 (rows, 2) from `row_keys`. Block b holds the BLOCK ids from b * BLOCK on, none of which arrives earlier.
     """
     blocks = torch.arange(n_blocks, device=keys.device).expand(keys.shape[0], n_blocks)
-    return _first_arrivals(keys, blocks)[0]
+    return first_arrivals(keys, blocks)[0]
 
 
 def arrival_times_in_blocks(keys: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -118,7 +121,7 @@ def arrival_times_in_blocks(keys: torch.Tensor, blocks: torch.Tensor) -> torch.T
     keys: int64 (rows, 2). blocks: int64 (rows, m), any blocks in any order. The numbers are those of `arrival_times`,
     for half the hashing.
     """
-    first, winner = _first_arrivals(keys, blocks)
+    first, winner = first_arrivals(keys, blocks)
     offsets = torch.arange(BLOCK, device=keys.device)
     ids = (blocks * BLOCK).unsqueeze(-1) + offsets  # (rows, m, BLOCK)
     later = _exponential(_hash(keys, ids.flatten(1))).view_as(ids)
@@ -131,6 +134,6 @@ def arrival_times(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     keys: int64 (rows, 2) from `row_keys`. ids: int64 (rows, m), non-negative, any subset in any order (a draft with a
     reduced vocabulary passes the target's ids). The same number is returned whoever asks and in whatever shape.
     """
-    first, winner = _first_arrivals(keys, ids >> _BLOCK_BITS)
+    first, winner = first_arrivals(keys, ids >> _BLOCK_BITS)
     later = _exponential(_hash(keys, ids))
     return later.masked_fill_(ids & (BLOCK - 1) == winner, 0.0).add_(first)

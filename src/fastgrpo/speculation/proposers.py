@@ -8,7 +8,7 @@ row, in the order of the target's cache, and moves it when the batch moves rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,15 +18,14 @@ from torch import Tensor
 from fastgrpo.models.attention import as_bias, causal_attention, grouped_attention, visible
 from fastgrpo.models.cache import FreshKeys, Prefix, RaggedCache, whole_lanes
 from fastgrpo.models.draft import DraftModel
-from fastgrpo.speculation.noise import arrival_times
+from fastgrpo.speculation.coupling import DraftRace
 from fastgrpo.speculation.policy import DraftShape
 from fastgrpo.speculation.tree import Tree, best_scored, grow
 
 logger = logging.getLogger(__name__)
 
-# noise(depth): the keys of the tokens 1 to `depth` positions behind each row's root, (n, depth, 2) int64, made in one
-# go because few large operations cost less than many small ones; None for greedy decoding.
-Noise = Callable[[int], Tensor] | None
+# The keys of the tokens 1 to `depth` positions behind each row's root, (n, depth, 2) int64; None for greedy decoding.
+Noise = Tensor | None
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class DraftProposer:
         layout = self.draft.layout
         # behind the text: beams of a draft, and a last slot that padding is written to and nobody looks at
         self.cache = RaggedCache(layout, rows, capacity)
-        self.ids = self.draft.ids
+        self.race = DraftRace(self.draft.ids)
         self.fed = torch.zeros(rows, dtype=torch.long, device=layout.device)  # inputs in the draft's cache
         self.waiting = torch.zeros_like(self.fed)  # inputs not yet there
         self.features: Tensor | None = None  # (rows, buffer, f)
@@ -156,13 +155,12 @@ class DraftProposer:
         none = torch.zeros((n, 1), dtype=torch.long, device=roots.device)
         tree = Tree(roots[:, None], none, none, torch.ones_like(none, dtype=torch.bool), 0)
         scores = torch.zeros((n, 1), dtype=torch.float32, device=roots.device)
-        keys = noise(shape.depth) if noise else None
         # the nodes whose children come next, which of the last inputs each hangs on, and what those inputs saw
         beams, parent_of, columns = none, none, torch.zeros((n, 1, 0), dtype=torch.bool, device=roots.device)
         for depth in range(1, shape.depth + 1):
             if depth > 1:
                 hidden, columns = self._run_beams(tree, beams, hidden, parent_of, columns, depth)
-            tokens, steps = self._children(hidden, shape.width, None if keys is None else keys[:, depth - 1])
+            tokens, steps = self._children(hidden, shape.width, None if noise is None else noise[:, depth - 1])
             before = tree.tokens.shape[1]
             tree, scores = grow(tree, scores, beams, tokens, steps)
             best = scores[:, before:].topk(min(shape.width, scores.shape[1] - before), dim=1).indices.sort(1).values
@@ -222,9 +220,7 @@ class DraftProposer:
 
     def _children(self, hidden: Tensor, width: int, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """The best children of each beam, target ids (n, b, width), and the log-score of each."""
-        law = (self.draft.logits(hidden).float() / self.temperature).log_softmax(-1)  # (n, b, draft vocab)
-        if keys is not None:  # the race that the target will run at this position, by the draft's law
-            times = arrival_times(keys, self.ids.expand(len(keys), -1))
-            law = (law - times.log().float()[:, None]).log_softmax(-1)
-        steps, best = law.topk(min(width, law.shape[-1]), dim=-1)
-        return self.ids[best], steps
+        logits = self.draft.logits(hidden).float()  # (n, b, draft vocab)
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        return self.race.best(logits, keys, width)

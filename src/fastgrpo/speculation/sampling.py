@@ -12,8 +12,9 @@ Not here: which tokens were drafted, what a stop token is, where logits come fro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -25,6 +26,9 @@ from fastgrpo.speculation.noise import BLOCK, arrival_times_in_blocks, block_tim
 _TRIES = (16, 64)
 # Tokens tied with the k-th may lie in more than k blocks: this many more are opened before a row falls back.
 _SPARE_BLOCKS = 8
+# A nucleus may lie in many blocks and yet have few ids. Up to this many candidates a row are sorted.
+_MOST_CANDIDATES = 8192
+_EASING = 16  # see _truncate_above
 # Ids worked on at once when rows fall back, so that flat laws over many rows cannot exhaust memory.
 _IDS_AT_ONCE = 1 << 21
 
@@ -135,7 +139,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor) -> 
     scaled = logits.float()
     if params.temperature not in (0, 1):
         scaled = scaled / params.temperature
-    maxima = _block_maxima(scaled)
+    maxima = block_maxima(scaled)
     top = maxima.amax(-1)
     law = _Law(scaled, maxima, top, _mass(scaled, top), keys)
     sampling_logprobs = None
@@ -155,7 +159,7 @@ def _logprobs(law: _Law, token_ids: torch.Tensor, mass: torch.Tensor) -> torch.T
     return ((chosen.double() - law.top) - mass.log()).float()
 
 
-def _block_maxima(scaled: torch.Tensor) -> torch.Tensor:
+def block_maxima(scaled: torch.Tensor) -> torch.Tensor:
     """Return the largest value of each block of BLOCK columns, (rows, n_blocks); the last block may be short."""
     whole = scaled.shape[1] // BLOCK * BLOCK
     maxima = scaled[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).amax(-1)
@@ -235,16 +239,24 @@ def _truncate(law: _Law, params: SamplingParams) -> tuple[torch.Tensor, torch.Te
 
     Everything at or above the cutoff is kept, because each truncation keeps a head of the sorted law, ties whole.
     """
-    n_blocks = law.maxima.shape[1]
+    n_blocks, vocab = law.maxima.shape[1], law.scaled.shape[1]
     n = min(n_blocks, max(_TRIES[0], params.top_k + _SPARE_BLOCKS if params.top_k else 0))
     cutoff, mass, decided = _truncate_in(law, params, n)
-    if n < _TRIES[1] < n_blocks and not bool(decided.all()):
-        for rows in _split(~decided, _TRIES[1] * BLOCK):
-            cutoff[rows], mass[rows], decided[rows] = _truncate_in(law.rows(rows), params, _TRIES[1])
-    if not bool(decided.all()):
-        for rows in _split(~decided, law.scaled.shape[1]):
-            cutoff[rows], mass[rows] = _truncate_whole(law.rows(rows), params)
+    tries: list[tuple[int, _Truncation]] = []
+    if params.top_p < 1 and not 0 < params.top_k < vocab:
+        tries += [(vocab, partial(_truncate_above, easing=easing)) for easing in (_EASING, 1)]
+    elif n < _TRIES[1] < n_blocks:
+        tries.append((_TRIES[1] * BLOCK, lambda law, params: _truncate_in(law, params, _TRIES[1])))
+    for ids_per_row, truncation in [*tries, (vocab, _truncate_whole)]:
+        if bool(decided.all()):
+            break
+        for rows in _split(~decided, ids_per_row):
+            cutoff[rows], mass[rows], decided[rows] = truncation(law.rows(rows), params)
     return cutoff, mass
+
+
+# Cutoff, mass and which rows are beyond doubt, as `_truncate_in` returns them.
+_Truncation = Callable[[_Law, SamplingParams], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def _truncate_in(law: _Law, params: SamplingParams, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -277,7 +289,35 @@ def _truncate_in(law: _Law, params: SamplingParams, n: int) -> tuple[torch.Tenso
     return cutoff, mass, (needed > closed) | closed.isneginf()
 
 
-def _truncate_whole(law: _Law, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+def _truncate_above(law: _Law, params: SamplingParams, easing: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_truncate` by top-p, and min-p, by sorting the ids that may be in the nucleus, wherever they lie.
+
+    Ids of less than (1 - top_p) / vocab of the mass have less than 1 - top_p together, so the others reach top_p. Those
+    of `easing` times as much are fewer and nearly always reach it too. Where they do not, or where there are too many,
+    the row is not decided.
+    """
+    least = (law.mass * (easing * (1 - params.top_p) / law.scaled.shape[1])).log() + law.top
+    candidates = law.scaled >= (least - 1e-3).unsqueeze(1).float()  # rounding must not lose one
+    counts = candidates.sum(-1)
+    decided = counts <= _MOST_CANDIDATES
+    rows, ids = (candidates & decided.unsqueeze(1)).nonzero(as_tuple=True)
+    counts = counts * decided
+    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    values = torch.full_like(law.scaled[:, : max(int(counts.max()), 1)], -torch.inf)
+    values[rows, place] = law.scaled[rows, ids]
+    ordered = values.sort(-1, descending=True).values
+    weights = (ordered.double() - law.top.unsqueeze(1)).exp_()
+    upto, goal = weights.cumsum(-1), params.top_p * law.mass
+    if easing > 1:
+        decided &= upto[:, -1] >= goal
+    n_kept = ((upto - weights < goal.unsqueeze(1)) & (weights > 0)).sum(-1).clamp(min=1)
+    cutoff = ordered.gather(1, n_kept.unsqueeze(1) - 1).squeeze(1)
+    if params.min_p > 0:
+        cutoff = torch.maximum(cutoff, law.top + math.log(params.min_p))
+    return cutoff, weights.masked_fill_(ordered < cutoff.unsqueeze(1), 0.0).sum(-1), decided
+
+
+def _truncate_whole(law: _Law, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`_truncate` over whole rows, however flat their laws."""
     cutoff = torch.full_like(law.top, -torch.inf)
     weights = (law.scaled.double() - law.top.unsqueeze(1)).exp_()
@@ -288,7 +328,8 @@ def _truncate_whole(law: _Law, params: SamplingParams) -> tuple[torch.Tensor, to
         cutoff = torch.maximum(cutoff, _nucleus_edge(law.scaled, weights, params.top_p))
     if params.min_p > 0:
         cutoff = torch.maximum(cutoff, law.top + math.log(params.min_p))
-    return cutoff, weights.masked_fill_(law.scaled < cutoff.unsqueeze(1), 0.0).sum(-1)
+    kept_mass = weights.masked_fill_(law.scaled < cutoff.unsqueeze(1), 0.0).sum(-1)
+    return cutoff, kept_mass, torch.ones_like(cutoff, dtype=torch.bool)
 
 
 def _nucleus_edge(values: torch.Tensor, weights: torch.Tensor, top_p: float) -> torch.Tensor:

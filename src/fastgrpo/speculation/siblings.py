@@ -316,7 +316,7 @@ class SiblingProposer:
         depth, m = tokens.shape[1:]
         times = None
         if noise is not None:
-            times = arrival_times(noise(depth).flatten(0, 1), tokens.flatten(0, 1)).view(tokens.shape)
+            times = arrival_times(noise[:, :depth].flatten(0, 1), tokens.flatten(0, 1)).view(tokens.shape)
         real, parents, scores = forecast(tokens, said, kinds, self.index.sizes, times, shape.width)
         levels = torch.arange(depth, device=roots.device)[:, None]
         parents = torch.where(levels > 0, 1 + (levels - 1) * m + parents, 0)

@@ -18,7 +18,7 @@ from fastgrpo.evidence.bench import OURS
 from fastgrpo.evidence.machine import Report, aligned, wait_for
 from fastgrpo.evidence.timing import Spread, alternate
 from fastgrpo.evidence.workload import Run, Workload, as_run, run_engine, text_stream
-from fastgrpo.models.attention import as_bias, grouped_attention
+from fastgrpo.models.attention import grouped_attention
 from fastgrpo.models.cache import CacheLayout
 from fastgrpo.speculation.engine import Engine
 from fastgrpo.speculation.sampling import SamplingParams
@@ -107,8 +107,7 @@ def attention_seconds(layout: CacheLayout, heads: int, rows: int, span: int, rep
             shape = (rows, kv_heads, span, size)
             keys, values = (torch.full(shape, 0.01, dtype=layout.dtype, device=layout.device) for _ in range(2))
             query = torch.full((rows, 1, heads, size), 0.01, dtype=layout.dtype, device=layout.device)
-            everything = torch.ones(rows, 1, span, dtype=torch.bool, device=layout.device)
-            bias = as_bias(everything, heads // kv_heads, kv_heads, layout.dtype)
+            bias = torch.zeros(rows * kv_heads, heads // kv_heads, span, dtype=layout.dtype, device=layout.device)
             layers.append((query, keys, values, bias, size**-0.5))
         taken = []
         for _ in range(repeats):

@@ -71,59 +71,34 @@ def tree_look(lengths: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> 
     return TreeLook(own_slots, allowed, key_positions[:, None])
 
 
-# On a CPU in float32, MKL gives a row of a product the same bits for any number of rows from 4 on, and other bits for
-# fewer; and it cuts the sum over the slots into parts that hang on how many there are, unless they are few. So products
-# have at least 4 rows and sums are cut here: a pass of one token a row equals one of several, however far it looks.
-_LEAST_ROWS = 4
-_SLOTS_AT_ONCE = 128
-
-
-def _keeps_bits(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and dtype == torch.float32
-
-
 def as_bias(allowed: Tensor, groups: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
     """The additive mask in the layout of `grouped_attention`: 0 or -inf.
 
-    allowed: bool (n, queries, span). Returns (n * kv_heads, groups * queries, span), made once a pass for all layers;
-    with rows of 0 behind it where a product needs more rows than that.
+    allowed: bool (n, queries, span). Returns (n * kv_heads, groups * queries, span), made once a pass for all layers.
     """
     n, queries, span = allowed.shape
     bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
     bias = bias[:, None, None].expand(n, kv_heads, groups, queries, span)
-    bias = bias.reshape(n * kv_heads, groups * queries, span)
-    more = _LEAST_ROWS - bias.shape[1]
-    return F.pad(bias, (0, 0, 0, more)) if more > 0 and _keeps_bits(dtype, bias.device) else bias
+    return bias.reshape(n * kv_heads, groups * queries, span)
 
 
 def grouped_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """softmax(scale * q k^T + bias) v, the queries of a key/value head side by side so that keys are never repeated.
 
     query: (n, queries, heads, size); keys, values: (n, kv_heads, span, size), any strides that leave rows whole;
-    bias: from `as_bias`, or None. Returns (n, queries, heads * size).
+    bias: (n * kv_heads, groups * queries, span) or None. Returns (n, queries, heads * size).
     """
     n, queries, heads, size = query.shape
     kv_heads, span = keys.shape[1], keys.shape[2]
     grouped = query.view(n, queries, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(n * kv_heads, -1, size)
-    rows, keeps_bits = grouped.shape[1], _keeps_bits(query.dtype, query.device)
-    if rows < _LEAST_ROWS and keeps_bits:
-        grouped = F.pad(grouped, (0, 0, 0, _LEAST_ROWS - rows))
     flat_keys = keys.reshape(n * kv_heads, span, size).transpose(1, 2)
     if bias is None:
         scores = torch.bmm(grouped * scale, flat_keys)
     else:
         scores = torch.baddbmm(bias, grouped, flat_keys, alpha=scale)
-    shares, flat_values = scores.softmax(-1), values.reshape(n * kv_heads, span, size)
-    if keeps_bits:
-        mixed = torch.bmm(shares[:, :, :_SLOTS_AT_ONCE], flat_values[:, :_SLOTS_AT_ONCE])
-        for first in range(_SLOTS_AT_ONCE, span, _SLOTS_AT_ONCE):
-            part = slice(first, first + _SLOTS_AT_ONCE)
-            mixed = torch.baddbmm(mixed, shares[:, :, part], flat_values[:, part])
-        mixed = mixed[:, :rows]
-    else:
-        mixed = torch.bmm(shares, flat_values)
-    mixed = mixed.reshape(n, kv_heads, heads // kv_heads, queries, size).permute(0, 3, 1, 2, 4)
+    mixed = torch.bmm(scores.softmax(-1), values.reshape(n * kv_heads, span, size))
+    mixed = mixed.view(n, kv_heads, heads // kv_heads, queries, size).permute(0, 3, 1, 2, 4)
     return mixed.reshape(n, queries, heads * size)
 
 

@@ -85,8 +85,8 @@ def training_arguments(options: argparse.Namespace) -> FastGRPOConfig:
     return FastGRPOConfig(
         output_dir=str(options.output),
         max_steps=options.steps,
-        per_device_train_batch_size=8,  # responses in memory at once
-        gradient_accumulation_steps=8,  # 8 prompts x 8 responses a step
+        per_device_train_batch_size=64,  # 8 prompts x 8 responses a step,
+        max_training_token=512,  # updated this many tokens at a time; a prompt counts once for its responses
         num_generations=8,
         max_completion_length=options.max_new_tokens,
         learning_rate=2e-5,

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from fastgrpo.drafting.pretrain import PretrainConfig, PretrainProgress, sample_answers, train_draft
 from fastgrpo.evidence.machine import Report, aligned
-from fastgrpo.evidence.word_problems import PROBLEMS
 from fastgrpo.evidence.workload import BUILTIN, encoded_prompts
 from fastgrpo.models.draft import DraftModel
 from fastgrpo.models.loading import load_model
@@ -80,9 +79,12 @@ def main() -> int:
         torch.set_num_threads(args.threads)
     model, tokenizer = load_model(args.model, dtype=args.dtype)
     prompts = encoded_prompts(args.prompts, args.train_prompts + args.eval_prompts, tokenizer)
-    if args.prompts == BUILTIN and len(prompts) > len(PROBLEMS):
-        raise SystemExit(f"there are {len(PROBLEMS)} built-in problems: ask for fewer, or name a source by --prompts")
     train, held_out = prompts[: args.train_prompts], prompts[args.train_prompts :]
+    if not held_out or any(prompt in train for prompt in held_out):
+        raise SystemExit(
+            f"{args.prompts} has too few prompts for {len(train)} to train on and {len(held_out)} others to judge by: "
+            "lower --train_prompts (there are 32 built-in problems), or name another source by --prompts"
+        )
     config = PretrainConfig(
         sampling=SamplingParams(temperature=args.temperature, top_p=args.top_p),
         group_size=args.group_size,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trained import some_prompts, trained_pair
+from trained import prompts, trained_pair
 
 from fastgrpo.models.draft import DraftModel
 from fastgrpo.speculation.engine import Engine
@@ -21,8 +21,9 @@ from fastgrpo.speculation.proposers import DraftProposer, Noise, PromptState
 from fastgrpo.speculation.sampling import SamplingParams
 from fastgrpo.speculation.tree import Tree
 
-CHAIN = (2.0, 2.2)  # of 3, at temperature 1
-TREE = (2.3, 2.5)  # of 8
+# Recorded 2.39 and 3.00; the width is for machines whose rounding leads training elsewhere.
+CHAIN = (2.22, 2.56)  # of 3, at temperature 1
+TREE = (2.8, 3.2)  # of 8
 ROWS, NEW_TOKENS = 48, 40
 
 
@@ -31,7 +32,7 @@ def accept_length(proposer: DraftProposer, policy: Policy | None = None) -> floa
     target, _ = trained_pair()
     engine = Engine(target, proposer=proposer, policy=policy or make_policy("fixed"))
     rollout = engine.generate(
-        some_prompts(ROWS, seed=5), SamplingParams(), max_new_tokens=NEW_TOKENS, stop_token_ids=[], seed=7
+        prompts(ROWS, seed=5), SamplingParams(), max_new_tokens=NEW_TOKENS, stop_token_ids=[], seed=7
     )
     length = rollout.stats.accept_length
     assert length is not None
@@ -139,15 +140,31 @@ class Pausing:
     """Drafts once, then not for some rounds, then always: a chain of 3."""
 
     def __init__(self, rounds: int):
-        self.left = rounds
+        self.rounds, self.round = rounds, 0
 
     def choose(self, live_rows: int) -> DraftShape | None:
-        return None if 0 < self.left < 12 else DraftShape(3, 1, 3)
+        return None if 0 < self.round <= self.rounds else DraftShape(3, 1, 3)
 
     def observe(self, shape: DraftShape | None, counts: Sequence[int], seconds: float) -> None:
-        self.left -= 1
+        self.round += 1
+
+
+class Forgetful(DraftProposer):
+    """Does not catch up: of what was said while it did not draft, it is fed the last token alone."""
+
+    def _catch_up(self, n: int) -> Tensor:
+        assert self.features is not None
+        rows, last = torch.arange(n), self.waiting[:n] - 1
+        paused = last >= 4  # more than a chain of 3 leaves behind
+        for state in (self.features, self.tokens):
+            state[:n, 0] = torch.where(paused.view(-1, *[1] * (state.ndim - 2)), state[rows, last], state[:n, 0])
+        self.fed[:n] += torch.where(paused, last, 0)
+        self.waiting[:n] -= torch.where(paused, last, 0)
+        return super()._catch_up(n)
 
 
 def test_switching_speculation_on_late_accepts_as_many_as_always() -> None:
-    proposer = DraftProposer(trained_pair()[1])
-    assert CHAIN[0] < accept_length(proposer, Pausing(12)) < CHAIN[1]
+    draft = trained_pair()[1]
+    always, late = accept_length(DraftProposer(draft)), accept_length(DraftProposer(draft), Pausing(12))
+    assert late == pytest.approx(always, abs=0.17)
+    assert accept_length(Forgetful(draft), Pausing(12)) < always - 0.17

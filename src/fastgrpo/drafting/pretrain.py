@@ -135,6 +135,11 @@ def train_draft(
     on_progress: Report = None,
 ) -> DraftModel:
     """A draft trained on answers that are there already. Arguments as for `pretrain`."""
+    answers = [answer for answer in answers if len(answer.prompt) + len(answer.token_ids) > 2]
+    if not answers:
+        raise ValueError(
+            "no answer has the three tokens, prompt included, that a draft needs to learn from: sample longer ones."
+        )
     base = base_of(target)
     vocabulary = None
     if config.vocabulary is not None:
@@ -151,7 +156,10 @@ def train_draft(
             config.temperature,
             lambda done: _tell(on_progress, "reading", done, len(answers)),
         )
-        _learn(draft, Head(target, draft.ids), [one for one in lessons if len(one.tokens) > 2], config, on_progress)
+        scale = _level(lessons, len(draft.config.feature_layers))
+        _learn(draft, Head(target, draft.ids), lessons, config, on_progress)
+        with torch.no_grad():
+            draft.fc.weight /= scale
     return draft.to(base.get_input_embeddings().weight.dtype).eval()
 
 
@@ -174,13 +182,23 @@ def begin(target: Any, vocabulary: Tensor | None, seed: int) -> DraftModel:
     return draft
 
 
+def _level(lessons: Sequence[Lesson], layers: int) -> Tensor:
+    """Divide the features of each tapped layer by their usual size, in place; returns the divisors, (f,).
+
+    Deep layers may be ten times as loud as a fresh draft's own layer, which would then be drowned out and learn nothing
+    for long. Dividing the weights that the features meet by the same numbers afterwards makes up for it exactly.
+    """
+    sizes = torch.cat([lesson.features.float().unflatten(1, (layers, -1)).norm(dim=-1) for lesson in lessons])
+    width = lessons[0].features.shape[1] // layers
+    scale = (sizes.median(dim=0).values / width**0.5).clamp(min=1e-6).repeat_interleave(width)
+    for lesson in lessons:
+        lesson.features.div_(scale)
+    return scale
+
+
 def _learn(
     draft: DraftModel, head: Head, lessons: Sequence[Lesson], config: PretrainConfig, on_progress: Report
 ) -> None:
-    if not lessons:
-        raise ValueError(
-            "no answer has the three tokens, prompt included, that a draft needs to learn from: sample longer ones."
-        )
     parameters = list(draft.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     generator = torch.Generator().manual_seed(config.seed)

@@ -216,7 +216,7 @@ def _learn(
                 feature_weight=config.feature_weight,
             )
             optimizer.zero_grad(set_to_none=True)
-            loss.total.backward()  # type: ignore[no-untyped-call]
+            loss.total.backward()
             norm = float(nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
             if not math.isfinite(norm):
                 raise FloatingPointError(

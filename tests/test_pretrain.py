@@ -10,8 +10,17 @@ import pytest
 import torch
 from tiny import EOS_ID, tiny_model
 
+from fastgrpo.drafting.data import Lesson
 from fastgrpo.drafting.losses import Loss
-from fastgrpo.drafting.pretrain import PretrainConfig, PretrainProgress, begin, pretrain, sample_answers, schedule
+from fastgrpo.drafting.pretrain import (
+    PretrainConfig,
+    PretrainProgress,
+    begin,
+    level,
+    pretrain,
+    sample_answers,
+    schedule,
+)
 from fastgrpo.models.draft import DraftModel
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
@@ -96,6 +105,27 @@ def test_a_draft_begins_with_the_targets_norm_and_words() -> None:
             ours = draft.logits(hidden)
             theirs = target.get_output_embeddings()(target.model.norm(hidden))[:, [4, 9, 70]]
         assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_taps_are_brought_to_one_size_and_the_weights_make_up_for_it() -> None:
+    target = tiny_model("llama")
+    draft = begin(target, None, 0)
+    layers, width = len(draft.config.feature_layers), 32
+    loudness = torch.tensor([30.0, 0.2]).repeat_interleave(width)
+    shapes = [(t, layers * width) for t in (5, 9)]
+    generator = torch.Generator().manual_seed(3)
+    loud = [torch.randn(shape, generator=generator) * loudness for shape in shapes]
+    lessons = [Lesson(torch.zeros(len(x)).long(), x.clone(), torch.zeros(len(x), 32), torch.ones(len(x))) for x in loud]
+    with torch.no_grad():
+        before = [draft.fuse(x / loudness) for x in loud]
+        scale = level(lessons, layers)
+        assert torch.allclose(scale, loudness, rtol=0.3)
+        assert torch.allclose(lessons[1].features * scale, loud[1], rtol=1e-4)
+        inside = [draft.fuse(lesson.features) for lesson in lessons]
+        draft.fc.weight /= scale
+        for x, trained, plain in zip(loud, inside, before, strict=True):
+            assert torch.allclose(draft.fuse(x), trained, atol=1e-5)
+            assert float((trained - plain).norm()) < 0.3 * float(plain.norm())
 
 
 def test_precision_is_float32_in_training_and_the_targets_after() -> None:

@@ -156,7 +156,7 @@ def train_draft(
             config.temperature,
             lambda done: _tell(on_progress, "reading", done, len(answers)),
         )
-        scale = _level(lessons, len(draft.config.feature_layers))
+        scale = level(lessons, len(draft.config.feature_layers))
         _learn(draft, Head(target, draft.ids), lessons, config, on_progress)
         with torch.no_grad():
             draft.fc.weight /= scale
@@ -182,7 +182,7 @@ def begin(target: Any, vocabulary: Tensor | None, seed: int) -> DraftModel:
     return draft
 
 
-def _level(lessons: Sequence[Lesson], layers: int) -> Tensor:
+def level(lessons: Sequence[Lesson], layers: int) -> Tensor:
     """Divide the features of each tapped layer by their usual size, in place; returns the divisors, (f,).
 
     Deep layers may be ten times as loud as a fresh draft's own layer, which would then be drowned out and learn nothing

@@ -1,6 +1,7 @@
 """Word problems in the style of GSM8K, written for this project: the built-in prompts of the benches.
 
-They are here so that a bench needs no data set. None is taken from one, and nothing is trained or judged on them.
+They are here so that a bench needs no data set. None is taken from one, and no policy is trained or judged on them; a
+draft may be.
 """
 
 from __future__ import annotations

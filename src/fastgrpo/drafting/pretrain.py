@@ -25,6 +25,9 @@ from fastgrpo.speculation.requests import whole_number
 from fastgrpo.speculation.sampling import SamplingParams
 
 
+_VOLUME = 0.3  # of a new draft's logits, against the target's
+
+
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
     """How to make a draft. Raises ValueError for what cannot be.
@@ -164,9 +167,9 @@ def train_draft(
 
 
 def begin(target: Any, vocabulary: Tensor | None, seed: int) -> DraftModel:
-    """An untrained draft in float32 that already speaks as the target does: with its final norm and its head's rows.
+    """An untrained draft in float32 with its target's words: its head's rows, and its final norm, turned down.
 
-    What is left to learn is which hidden state comes next, not what the words are.
+    At full volume a draft that knows nothing yet is sure of it. What is left to learn is which hidden state comes next, not what the words are.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -178,7 +181,7 @@ def begin(target: Any, vocabulary: Tensor | None, seed: int) -> DraftModel:
         if isinstance(norm, nn.Module):
             # what it does to a vector of ones is its weight, however it stores that (Gemma: less 1)
             ones = torch.ones_like(draft.norm.weight, dtype=base.dtype)
-            draft.norm.weight.copy_(norm(ones))
+            draft.norm.weight.copy_(_VOLUME * norm(ones))
     return draft
 
 

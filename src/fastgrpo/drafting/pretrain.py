@@ -24,7 +24,6 @@ from fastgrpo.speculation.engine import Engine
 from fastgrpo.speculation.requests import whole_number
 from fastgrpo.speculation.sampling import SamplingParams
 
-
 _VOLUME = 0.3  # of a new draft's logits, against the target's
 
 
@@ -169,7 +168,8 @@ def train_draft(
 def begin(target: Any, vocabulary: Tensor | None, seed: int) -> DraftModel:
     """An untrained draft in float32 with its target's words: its head's rows, and its final norm, turned down.
 
-    At full volume a draft that knows nothing yet is sure of it. What is left to learn is which hidden state comes next, not what the words are.
+    At full volume a draft that knows nothing yet is sure of it. What is left to learn is which hidden state comes next,
+    not what the words are.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -124,7 +124,8 @@ class Side:
     def __init__(
         self, model: PreTrainedModel, draft: DraftModel, shape: dict[str, int] | None, temperature: float, watched: bool
     ):
-        self.engine, self.device, self.watches = Engine(model), model.device, ()
+        self.engine, self.device = Engine(model), model.device
+        self.watches: tuple[Any, ...] = ()
         inner: Any = Stopwatch(draft, ("fuse", "layer", "logits"), self.device) if watched else draft
         proposer: Any = DraftProposer(inner, temperature or 1.0)
         if watched:
@@ -151,8 +152,8 @@ class Side:
         seconds = time.perf_counter() - started
         between = [Round(*(b - a for a, b in zip(*pair, strict=True))) for pair in itertools.pairwise(marks)]
         alive = rollout.stats.live_rows[1:]
-        whole = [r for r, rows in zip(between, alive, strict=True) if rows == len(prompts)] if self.watches else []
-        return Timed(seconds, rollout, whole)
+        rounds = zip(between, alive, strict=True) if self.watches else ()
+        return Timed(seconds, rollout, [r for r, rows in rounds if rows == len(prompts)])
 
     def _mark(self) -> Round:
         wait_for(self.device)

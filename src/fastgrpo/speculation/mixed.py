@@ -5,7 +5,6 @@ Which of them is right where is left to their scores, all log-probabilities on o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,7 +58,6 @@ class MixedProposer:
         return self.propose_scored(roots, shape, noise)[0]
 
     def propose_scored(self, roots: Tensor, shape: DraftShape, noise: Noise) -> tuple[Tree, Tensor]:
-        noise = functools.cache(noise) if noise else None  # all ask for the same keys
         drafts = [proposer.propose_scored(roots, shape, noise) for proposer in self.able]
         if len(drafts) == 1:
             return drafts[0]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastgrpo.grpo.answers import is_plain_number, normalise_answer
+from fastgrpo.grpo.answers import is_plain_number, normalise_answer, written_out
 from fastgrpo.grpo.guarded import GuardedCallError, guarded_call
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query")
@@ -74,8 +74,11 @@ class RowReader:
         if self.answer_column is None:
             return None
         answer = normalise_answer(value_at(row, self.answer_column))
+        if not self.math:
+            return answer
+        answer = written_out(answer)
         # A plain number always parses; asking would only cost time (a test compares the two).
-        if self.math and not is_plain_number(answer) and (fault := _math_fault(answer)) is not None:
+        if not is_plain_number(answer) and (fault := _math_fault(answer)) is not None:
             raise ValueError(fault)
         return answer
 

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgrpo.grpo.answers import MAX_ANSWER_CHARS, extract_answer, last_boxed, last_number, normalise_answer
+from fastgrpo.grpo.answers import (
+    MAX_ANSWER_CHARS,
+    extract_answer,
+    last_boxed,
+    last_number,
+    normalise_answer,
+    written_out,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +27,11 @@ from fastgrpo.grpo.answers import MAX_ANSWER_CHARS, extract_answer, last_boxed, 
         ("  -7. ", "-7"),
         (145.0, "145"),
         (0.5, "0.5"),
+        (1e-7, "0.0000001"),
+        (-2.5e-9, "-0.0000000025"),
+        (1e22, "1" + "0" * 22),
+        (Decimal("1.50"), "1.50"),
+        (Decimal("7.00"), "7"),
         (12, "12"),
         (["3"], "3"),
         (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
@@ -51,6 +63,7 @@ def test_normalise(value: Any, expected: str) -> None:
         (r"\boxed{}", "the answer is missing"),
         (float("nan"), "the answer is missing"),
         (float("inf"), "the answer is missing"),
+        (Decimal("nan"), "the answer is missing"),
         ([], "the answer is a list of 0 values"),
         (["1", "2"], "the answer is a list of 2 values"),
         ({"value": 3}, "the answer is a dict"),
@@ -61,6 +74,38 @@ def test_normalise(value: Any, expected: str) -> None:
 def test_what_cannot_be_normalised(value: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         normalise_answer(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1e-07", "0.0000001"),
+        ("-1e-7", "-0.0000001"),
+        ("1e5", "100000"),
+        ("1.5E-7", "0.00000015"),
+        ("2.50e+01", "25.0"),
+        ("2e", "2e"),  # Euler's number, twice
+        ("e-7", "e-7"),
+        ("3e^2", "3e^2"),
+        ("12", "12"),
+    ],
+)
+def test_e_notation_is_written_out(text: str, expected: str) -> None:
+    assert written_out(text) == expected
+
+
+@given(st.floats(1e-99, 1e99) | st.floats(-1e99, -1e-99))
+def test_floats_keep_their_value(value: float) -> None:
+    assert float(normalise_answer(value)) == value
+    assert float(written_out(f"{value:.17E}")) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("2e-3", "Euler's number - 3"), ("1e201", "too long"), ("1e-99999999999", "too long")]
+)
+def test_what_cannot_be_written_out(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        written_out(text)
 
 
 @given(st.text(alphabet="0123456789,.$\\!{}- #abx()[]", max_size=24) | st.integers() | st.floats())
@@ -108,6 +153,9 @@ def test_last_boxed(text: str, expected: str | None) -> None:
         ("1.5.", "1.5"),
         ("12,345,67", "67"),
         ("A4", "4"),
+        ("= 1e-07", "1E-7"),
+        ("2.5E+3 in all", "2500"),
+        ("1e5x", "5"),
         ("no number", None),
         ("", None),
     ],

@@ -149,11 +149,17 @@ def test_a_bad_prompt_line_is_named(line: str, tmp_path: Path) -> None:
         generate.gather_prompts([], rows)
 
 
-def test_no_prompt_and_an_empty_prompt_are_refused() -> None:
+def test_no_prompt_and_an_empty_prompt_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--prompt_file"):
         generate.gather_prompts([], None)
     with pytest.raises(ValueError, match="prompt 2 is empty"):
         generate.gather_prompts(["a", ""], None)
+    with pytest.raises(ValueError, match="prompt 2 holds bytes or halves of characters"):
+        generate.gather_prompts(["a", "caf\udce9"], None)  # as the shell's byte arrives here
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("caf\u00e9".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"--prompt_file .*latin\.txt is not UTF-8 .*; convert it"):
+        generate.gather_prompts([], latin)
 
 
 class Terminal(io.StringIO):

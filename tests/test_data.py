@@ -90,6 +90,13 @@ def test_reasoning_gym_errors() -> None:
         load_prompts("reasoning_gym:chain_sum?terms=2")
     with pytest.raises(ValueError, match=r"refuses its settings .*: max_terms must be >= min_terms"):
         load_prompts("reasoning_gym:chain_sum?min_terms=4&max_terms=2")
+    with pytest.raises(
+        ValueError, match="settings of the reasoning-gym task 'chain_sum' are 'min_terms'; write name=v"
+    ):
+        load_prompts("reasoning_gym:chain_sum?min_terms")
+    for field, message in (("answer", "the answer column"), ("entry", "no such column")):
+        with pytest.raises(ValueError, match=message):
+            load_prompts("reasoning_gym:chain_sum?size=2", template=f"{{question}} {{{field}}}")
     with pytest.raises(ValueError, match="size is 0 and seed 0; a size of at least 1"):
         load_prompts("reasoning_gym:chain_sum?size=0")
     with pytest.raises(ValueError, match="eval_split and fraction do not apply"):
@@ -108,16 +115,38 @@ def test_styles(tmp_path: Path) -> None:
 
     assert prompt() == [{"role": "user", "content": "How many?"}]
     assert prompt(conversational=False) == "How many?"
-    suffix = r"{Body} {question} Answer in \boxed{x}, {like_this} or {}."
+    suffix = r"{Body} {question} Answer in \boxed{x}, { like_this }, x^{n} or {}."
     assert prompt(template=suffix, system_prompt="Be brief.") == [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": r"Two birds. How many? Answer in \boxed{x}, {like_this} or {}."},
+        {"role": "user", "content": r"Two birds. How many? Answer in \boxed{x}, { like_this }, x^{n} or {}."},
     ]
     assert prompt(template="{Body}", system_prompt="S", conversational=False) == "S\n\nTwo birds."
     with pytest.raises(ValueError, match=r"has no \{question\}: every prompt would be the same"):
         prompt(template="Solve it.")
     with pytest.raises(ValueError, match=r"holds \{Answer\}, the answer column: the prompt would give it away"):
         prompt(template="{question} {Answer}")
+
+
+def test_a_template_keeps_the_answer_and_has_no_misspelt_field(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"{i}?", "answer": str(i), "solution": "long", "key": rf"It is \boxed{{{i}}}", "level": 1}
+        for i in range(3)
+    ]
+    rows.append({"question": "3?", "answer": "3"})
+    file = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+
+    def load(template: str, **options: Any) -> PromptSet:
+        return load_prompts(file, template=template, **options)
+
+    for field in ("solution", "key"):  # by its name, by what it holds
+        with pytest.raises(ValueError, match=rf"holds \{{{field}\}}, a column of answers: the prompt would give away"):
+            load(f"{{question}} {{{field}}}", answer_column="answer")
+        load(f"{{question}} {{{field}}}", answers="none")
+    with pytest.raises(ValueError, match=r"holds \{qestion\}, and .* no such column.*Did you mean \{question\}\?"):
+        load("{question} {qestion}")
+    loaded = load("{question} (level {level})")
+    assert questions(loaded.train)[0] == "0? (level 1)"
+    assert loaded.skipped == [Skipped(3, "the column level, which the template names, is missing")]
 
 
 def test_the_published_template(tmp_path: Path) -> None:
@@ -257,6 +286,11 @@ def test_loading_leaves_the_global_generators_alone(tmp_path: Path) -> None:
         ({"eval_size": -1}, "eval_size is -1"),
         ({"fraction": 0.0}, "fraction is 0.0; it must be above 0 and at most 1"),
         ({"fraction": 1.1}, "fraction is 1.1"),
+        ({"limit": 2.5}, "limit is 2.5; it must be a whole number"),
+        ({"seed": "1"}, "seed is '1'; it must be a whole number"),
+        ({"eval_size": "1"}, "eval_size is '1'; it must be a number"),
+        ({"eval_size": float("nan")}, "eval_size is nan"),
+        ({"fraction": None}, "fraction is None; it must be a number"),
         ({"limit": 0}, "limit is 0; it must be at least 1, or None"),
         ({"eval_size": 9}, "leaves no training row beside 3 for evaluation; lower eval_size"),
     ],
@@ -298,6 +332,25 @@ def test_lengths_of_messages_count_the_chat_template() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="the tokenizer has no chat template; use conversational=False"):
         check_prompt_lengths(dataset, tokenizer, 100)
+
+
+# --- prompts of any dataset, as the trainer checks them
+
+
+@pytest.mark.parametrize("empty", [None, "", " \n", []])
+def test_a_row_without_a_prompt_is_named(empty: Any) -> None:
+    kind = [[{"role": "user", "content": "a"}], empty] if empty == [] else ["a", empty]
+    with pytest.raises(ValueError, match=r"the prompt in row 1 of train is .*; leave the row out"):
+        prompts.check_prompts({"train": datasets.Dataset.from_dict({"prompt": kind})}, tiny_tokenizer())
+
+
+def test_messages_need_a_chat_template() -> None:
+    tokenizer = tiny_tokenizer()
+    data = {"train": datasets.Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]]}), "eval": None}
+    prompts.check_prompts(data, tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"row 0 of train is messages.*no chat template.*conversational=False"):
+        prompts.check_prompts(data, tokenizer)
 
 
 # --- real data, where there is some

@@ -123,10 +123,13 @@ def test_answers_that_are_text_or_absent(tmp_path: Path) -> None:
 
 
 def test_columns_without_a_common_type_and_trls_own_names(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "answer": "1", "level": 3, "completions": 1}, {"prompt": "b", "answer": "2", "level": "x"}]
+    rows = [
+        {"prompt": "a", "answer": "1", "level": 3, "completions": 1, "image": "i", "images": ["i"]},
+        {"prompt": "b", "answer": "2", "level": "x"},
+    ]
     train = load_prompts(str(write_jsonl(tmp_path / "rows.jsonl", rows))).train
     assert train["level"] == ["3", '"x"']
-    assert "completions" not in train.column_names
+    assert not {"completions", "image", "images"} & set(train.column_names)  # images would be put into the messages
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -145,6 +148,52 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     refused("e.csv", b"prompt,answer\n\xff\xfe,1\n", r"e\.csv cannot be read as csv")
     refused("f.jsonl", "\n", r"f\.jsonl holds no rows")
     refused("g.txt", "text", r"is a \.txt file; datasets are read from \.jsonl, \.json, \.parquet, \.csv")
+
+
+def test_errors_of_foreign_parsers_name_the_file(tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    for name, message in (("a.jsonl", r"a\.jsonl, line 1 is not JSON"), ("b.json", r"b\.json cannot be read as json")):
+        (tmp_path / name).write_text(f'{{"prompt": "a", "answer": "1", "x": {deep}}}\n')
+        with pytest.raises(ValueError, match=message):
+            load_prompts(str(tmp_path / name))
+    rows = [{"prompt": f"some text {i}", "answer": "1"} for i in range(2000)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
+    content = bytearray((tmp_path / "c.parquet").read_bytes())
+    content[200:600] = bytes(byte ^ 0xFF for byte in content[200:600])
+    (tmp_path / "c.parquet").write_bytes(content)
+    with pytest.raises(ValueError, match=r"c\.parquet cannot be read as parquet: .*; convert or repair the file"):
+        load_prompts(str(tmp_path / "c.parquet"))
+    for file in ("state.json", "data-00000-of-00001.arrow"):
+        datasets.Dataset.from_list(rows[:2]).save_to_disk(tmp_path / "saved")
+        (tmp_path / "saved" / file).write_bytes(b"{x")
+        with pytest.raises(ValueError, match=r"saved cannot be read as a saved dataset"):
+            load_prompts(str(tmp_path / "saved"))
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    for name, content in (
+        ("a.jsonl", '{"prompt": "a", "answer": "1"}\n'),
+        ("b.json", '[{"prompt": "a", "answer": "1"}]'),
+    ):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert load_prompts(str(tmp_path / name)).train["answer"] == ["1"]
+
+
+def test_rows_that_no_dataset_can_store_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\nb,2,3,4\na,1\n")
+    loaded = load_prompts(str(tmp_path / "a.csv"))
+    assert loaded.skipped == [Skipped(0, "the row has 2 more fields than the header")]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "answer": "1", "x": 2**63},
+        {"prompt": "a", "answer": "1", "x": [{"deep": "\ud800"}]},
+        {"prompt": "\ud800", "answer": "1"},
+        {"prompt": "a", "answer": "1", "\ud800": 1},
+        {"prompt": "a", "answer": "1", "x": 5},
+    ]
+    loaded = load_prompts(str(write_jsonl(tmp_path / "b.jsonl", rows)))
+    assert loaded.train["x"] == [5]
+    assert [item.row for item in loaded.skipped] == [0, 1, 2, 3]
+    assert loaded.skipped[0].reason.startswith("the column x holds what a dataset cannot store: OverflowError")
 
 
 def test_folders(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tiny import EOS_ID, PAD_ID, tiny_checkpoint, tiny_model, tiny_tokenizer
 from tiny_gguf import write_gguf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastgrpo.models import loading
+from fastgrpo.models import gguf_files, loading
 from fastgrpo.models.loading import fast_dtype, load_model
 
 IDS = torch.tensor([[5, 40, 77, 12, 3, 200, 90]])
@@ -244,7 +244,7 @@ def test_bad_gguf_files(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyP
     bad.write_bytes((tmp_path / "own.gguf").read_bytes()[:9000])
     with pytest.raises(ValueError, match=r"could not be read by transformers.*use the original checkpoint"):
         load_model(bad)
-    monkeypatch.setattr(loading, "find_spec", lambda _: None)
+    monkeypatch.setattr(gguf_files, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"needs the gguf package: `pip install 'fastgrpo\[gguf\]'`"):
         load_model(tmp_path / "own.gguf")
     assert entries(cache) == []

@@ -239,6 +239,15 @@ def test_a_plain_config_a_learned_prompt_and_a_prompt_without_room_are_refused(t
         trainer._generate_and_score_completions([{"prompt": "a" * (context + 1)}] * 4)
 
 
+def test_prompts_that_no_rollout_can_begin_from_are_refused_at_construction(tmp_path: Path) -> None:
+    for column, values, message in (
+        ("question", ["a"], "eval_dataset has no column 'prompt', only question; rename"),
+        ("prompt", ["a", None], "prompt in row 1 of eval_dataset is None; leave the row out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path, eval_dataset=Dataset.from_dict({column: values}))
+
+
 def test_the_seam_cannot_be_called_without_a_place_in_the_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"use fastgrpo\.Engine"):
         make_trainer(tmp_path)._generate_single_turn([[5, 6]], None, {}, 1)

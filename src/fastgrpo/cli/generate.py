@@ -159,7 +159,10 @@ def gather_prompts(given: list[str], file: Path | None) -> list[Any]:
     """The prompts of the command line, then those of the file: each a text, or a list of chat messages."""
     prompts: list[Any] = list(given)
     if file is not None:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompt_file {file} is not UTF-8 ({error}); convert it") from error
         if file.suffix == ".jsonl":
             prompts += [prompt_of_json(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
         else:
@@ -167,6 +170,12 @@ def gather_prompts(given: list[str], file: Path | None) -> list[Any]:
     for number, prompt in enumerate(prompts, 1):
         if not prompt:
             raise ValueError(f"prompt {number} is empty; give it some text or leave it out")
+        try:
+            json.dumps(prompt, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompt {number} holds bytes or halves of characters that are no text: {error}"
+            ) from error
     if not prompts:
         raise ValueError('no prompt: write one after the flags ("2 + 2 = ?") or name a file with --prompt_file')
     return prompts

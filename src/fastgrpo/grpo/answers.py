@@ -17,7 +17,11 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)")
 _GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 # A minus counts as a sign only where it cannot be a subtraction: "2-3" ends in 3, "= -3" in -3.
-_NUMBER_IN_TEXT = re.compile(r"(?:(?<![\w.)\]}])[-\u2212])?(?<![\d.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_NUMBER_IN_TEXT = re.compile(
+    r"(?:(?<![\w.)\]}])[-\u2212])?(?<![\d.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?!\w))?"
+)
+# Digits, E and an exponent, as computers write them. "2e-3" alone could as well be Euler's number: 2e - 3.
+_E_NOTATION = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))([eE])([+-]?)(\d+)")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
@@ -45,12 +49,12 @@ def normalise_answer(value: Any) -> str:
         if len(value) != 1:
             raise ValueError(f"the answer is a list of {len(value)} values, where one is needed")
         value = value[0]
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+    if value is None or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise ValueError("the answer is missing")
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, str | int | float):
+    if not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"the answer is a {type(value).__name__}, where text or a number is needed")
+    if isinstance(value, float | Decimal):
+        value = int(value) if value == int(value) else f"{Decimal(str(value)):f}"  # never 1e-07, which reads as e - 7
     text = str(value)
     if "####" in text:
         text = text.rpartition("####")[2]
@@ -87,8 +91,27 @@ def is_plain_number(text: str) -> bool:
     return _PLAIN_NUMBER.fullmatch(text) is not None
 
 
+def written_out(text: str) -> str:
+    """A number in E-notation as a decimal number: 1.5e-7 is 0.00000015; any other text as it is.
+
+    Mathematics reads E-notation as a multiple of Euler's number. Raises ValueError where that may be what is meant
+    (``2e-3``), and for numbers that are too long to write out.
+    """
+    match = _E_NOTATION.fullmatch(text)
+    if match is None:
+        return text
+    digits, letter, sign, exponent = match.groups()
+    if letter == "e" and sign and exponent[0] != "0" and digits.strip("+-") != "1" and "." not in digits:
+        raise ValueError(
+            f"the answer {text!r} can be 10 to the power {sign}{exponent} and Euler's number {sign} {exponent}"
+        )
+    if len(exponent.lstrip("0")) > 3 or abs(int(exponent)) > MAX_ANSWER_CHARS:
+        raise ValueError(f"the answer {text!r} is too long to be written out")
+    return f"{Decimal(text):f}"
+
+
 def last_number(text: str) -> Decimal | None:
-    """The last decimal number written in the text, thousands commas allowed; None when there is none."""
+    """The last decimal number written in the text, thousands commas and E-notation allowed; None without any."""
     found = None
     for match in _NUMBER_IN_TEXT.finditer(text):
         found = match.group()

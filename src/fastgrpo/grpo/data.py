@@ -23,15 +23,17 @@ import pyarrow
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.grpo.data_sources import RawRows, read_rows
+from fastgrpo.grpo.data_sources import RawRows, Unreadable, read_rows
 from fastgrpo.grpo.guarded import GuardedCallError, guarded_call
 from fastgrpo.grpo.prompts import PromptStyle, RowReader, choose_reader, prompt_text
+from fastgrpo.models.foreign import reason
 
 GYM_PREFIX = "reasoning_gym:"
 GYM_CPU_LIMIT_S = 3600.0  # making items may take minutes, not hours
 GYM_SIZE = 500  # items when neither the source string nor `limit` says how many; reasoning-gym's own default
 # Names that TRL passes to reward functions itself, or gives a meaning of its own: a source's column cannot keep them.
 _RESERVED = {"prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+_RESERVED |= {"image", "images", "environment", "environments"}
 _KEY = "_question"  # a row's prompt as text with single blanks: two rows with the same one ask the same
 
 
@@ -114,7 +116,7 @@ def load_prompts(
         ValueError: an argument, column or source that cannot be used, or no usable row at all.
         FileNotFoundError: a published dataset or a file that is not there.
     """
-    _check_options(eval_size, fraction, limit, answers)
+    _check_options(eval_size, fraction, limit, seed, answers)
     style = PromptStyle(system_prompt, template, conversational)
     if source.startswith(GYM_PREFIX):
         if eval_split is not None or fraction != 1.0:
@@ -178,10 +180,16 @@ def check_prompt_lengths(
     return (dataset if not skipped else dataset.select(kept)), skipped
 
 
-def _check_options(eval_size: int | float, fraction: float, limit: int | None, answers: str) -> None:
+def _check_options(eval_size: Any, fraction: Any, limit: Any, seed: Any, answers: str) -> None:
     if answers not in ("math", "text", "none"):
         raise ValueError(f'answers is {answers!r}; it must be "math", "text" or "none".')
-    if eval_size < 0 or (isinstance(eval_size, float) and eval_size >= 1):
+    for name, value in (("limit", 1 if limit is None else limit), ("seed", seed)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be a whole number.")
+    for name, value in (("eval_size", eval_size), ("fraction", fraction)):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be a number.")
+    if not eval_size >= 0 or (isinstance(eval_size, float) and eval_size >= 1):
         raise ValueError(f"eval_size is {eval_size}; it must be a number of rows, or a fraction below 1.")
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction is {fraction}; it must be above 0 and at most 1.")
@@ -203,15 +211,33 @@ def _prepare(
             break
         row = raw.rows[number]
         try:
-            usable.append({**row, **_finished_row(reader.messages(row), reader.answer(row), reader.style)})
+            if isinstance(row, Unreadable):
+                raise ValueError(row.reason)
+            finished = {**row, **_finished_row(reader.messages(row), reader.answer(row), reader.style)}
+            _check_storable(finished)
         except ValueError as error:
             skipped.append(Skipped(number, str(error)))
+        else:
+            usable.append(finished)
     if not usable:
         raise ValueError(
             f"{raw.description} has no usable row: {summarise_skipped(skipped)}. Name the right columns, or choose the "
             f'kind of answers ("math", "text", "none").'
         )
     return usable, skipped
+
+
+def _check_storable(row: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value that no column can hold; values that only differ in type are a column's matter."""
+    for name, value in row.items():
+        if name in _RESERVED:
+            continue
+        try:
+            pyarrow.array([{name: value}])
+        except pyarrow.ArrowException:
+            continue
+        except Exception as error:  # whatever Python's own conversions raise
+            raise ValueError(f"the column {name} holds what a dataset cannot store: {reason(error)}") from error
 
 
 def _finished_row(messages: list[dict[str, str]], answer: str | None, style: PromptStyle) -> dict[str, Any]:
@@ -244,10 +270,10 @@ def _load_gym(source: str, *, eval_size: int | float, limit: int | None, seed: i
     except ImportError as error:
         raise ImportError(f"{source!r} needs reasoning-gym: pip install reasoning-gym ({error})") from error
     except GuardedCallError as error:
-        if error.raised == "ValueError":
-            raise ValueError(error.reason) from error
-        raise
-    reader = RowReader("question", "answer", math=False, style=style.resolved())
+        said = error.reason if error.raised == "ValueError" else f"{source!r} cannot be made: {error}"
+        raise ValueError(said) from error
+    columns = dict.fromkeys(("question", "answer", "task"))  # all that a template may see: the entry holds the answer
+    reader = choose_reader([columns], "question", "answer", "text", style)
     held_out, rows = (
         [{**item, **_finished_row(reader.messages(item), item["answer"], reader.style)} for item in items[part]]
         for part in ("eval", "train")
@@ -289,8 +315,8 @@ def _dataset(rows: list[dict[str, Any]], hidden: set[str]) -> Dataset:
     for name in names:
         values = [row.get(name) for row in rows]
         try:
-            pyarrow.array(values)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-            values = [json.dumps(value) for value in values]
+            Dataset.from_dict({name: values})
+        except Exception:  # no type, or none that it can follow (too deep): it raises what Python and Arrow raise
+            values = [json.dumps(value, default=str) for value in values]
         columns[name] = values
     return Dataset.from_dict(columns)

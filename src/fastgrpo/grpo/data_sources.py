@@ -16,6 +16,8 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 
+from fastgrpo.models.foreign import foreign, reason
+
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -42,6 +44,14 @@ PUBLISHED = {
         "DAPO-Math-17k-Processed", "prompt", "solution", "open-r1/DAPO-Math-17k-Processed", ("all", "en")
     ),
 }
+
+
+class Unreadable(dict[str, Any]):
+    """A row that its file spoils: it has no columns, and says why."""
+
+    def __init__(self, reason: str):
+        super().__init__()
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -98,12 +108,13 @@ def _read_path(path: Path, *, split: str, config: str | None) -> list[dict[str, 
     if path.is_file():
         return _read_file(path)
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        saved = datasets.load_from_disk(str(path))
-        if isinstance(saved, datasets.DatasetDict):
-            if split not in saved:
-                raise ValueError(f"{path} has no split {split!r}; it has {', '.join(map(str, saved))}.")
-            saved = saved[split]
-        return list(saved)
+        with foreign(lambda error: _unreadable(error, path, "a saved dataset")):
+            saved = datasets.load_from_disk(str(path))
+            if isinstance(saved, datasets.DatasetDict):
+                if split not in saved:
+                    raise ValueError(f"{path} has no split {split!r}; it has {', '.join(map(str, saved))}.")
+                saved = saved[split]
+            return list(saved)
     if config is not None:
         if not (path / config).is_dir():
             folders = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
@@ -140,24 +151,29 @@ def _read_file(file: Path) -> list[dict[str, Any]]:
         raise ValueError(
             f"{file} is a {file.suffix or 'nameless'} file; datasets are read from {', '.join(FILE_TYPES)}."
         )
-    try:
+    with foreign(lambda error: _unreadable(error, file, file.suffix[1:])):
         rows = _PARSERS[file.suffix](file)
-    except (UnicodeDecodeError, pyarrow.ArrowInvalid, csv.Error) as error:
-        raise ValueError(f"{file} cannot be read as {file.suffix[1:]}: {error}; convert or repair the file.") from error
     if not rows:
         raise ValueError(f"{file} holds no rows.")
     return rows
 
 
+def _unreadable(error: Exception, path: Path, kind: str) -> Exception:
+    """The error itself where it names the file (ours do, and the system's), else one that does."""
+    if isinstance(error, ValueError | OSError) and str(path) in str(error):
+        return error
+    return ValueError(f"{path} cannot be read as {kind}: {reason(error)}; convert or repair the file.")
+
+
 def _read_jsonl(file: Path) -> list[dict[str, Any]]:
     rows = []
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(f"{file}, line {number} is not JSON ({error}); repair or remove the line.") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{file}, line {number} is a JSON {type(row).__name__}; each line must be an object.")
@@ -167,7 +183,7 @@ def _read_jsonl(file: Path) -> list[dict[str, Any]]:
 
 def _read_json(file: Path) -> list[dict[str, Any]]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError:
         return _read_jsonl(file)  # many .json files hold one object a line; a broken file gets its message there
     if isinstance(content, dict) and isinstance(content.get("data"), list):
@@ -181,7 +197,10 @@ def _read_json(file: Path) -> list[dict[str, Any]]:
 
 def _read_csv(file: Path) -> list[dict[str, Any]]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        return [dict(row) for row in csv.DictReader(lines)]
+        return [
+            Unreadable(f"the row has {len(row[None])} more fields than the header") if None in row else row
+            for row in csv.DictReader(lines)
+        ]
 
 
 def _read_parquet(file: Path) -> list[dict[str, Any]]:
@@ -192,12 +211,13 @@ _PARSERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".par
 
 
 def _read_hub(source: str, *, split: str, config: str | None) -> list[dict[str, Any]]:
-    try:
-        loaded = datasets.load_dataset(source, config, split=split)
-    except Exception as error:  # the hub client raises many types; each message is kept, and the remedy added
-        where = f"{source!r} (config {config!r}, split {split!r})"
-        raise ValueError(
+    where = f"{source!r} (config {config!r}, split {split!r})"
+
+    def explain(error: Exception) -> Exception:
+        return ValueError(
             f"hub dataset {where} could not be loaded: {str(error).strip()} Check id, config, split and network, or "
             f"give a local file."
-        ) from error
-    return list(loaded)
+        )
+
+    with foreign(explain):
+        return list(datasets.load_dataset(source, config, split=split))

@@ -35,8 +35,13 @@ def parse_task(description: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"reasoning-gym has no task {task!r}; {hint}")
     valid = {field.name for field in dataclasses.fields(DATASETS[task][1])}
     settings: dict[str, Any] = {}
-    # "+" is an operator of arithmetic tasks here, not a form's way to write a space
-    for name, value in parse_qsl(query.replace("+", "%2B"), keep_blank_values=True, strict_parsing=bool(query)):
+    try:  # "+" is an operator of arithmetic tasks here, not a form's way to write a space
+        pairs = parse_qsl(query.replace("+", "%2B"), keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError as error:
+        raise ValueError(
+            f"the settings of the reasoning-gym task {task!r} are {query!r}; write name=value&name=value."
+        ) from error
+    for name, value in pairs:
         if name not in valid:
             raise ValueError(
                 f"the reasoning-gym task {task!r} has no setting {name!r}; it has {', '.join(sorted(valid))}."

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastgrpo.grpo.answers import is_plain_number, normalise_answer
+from datasets import Dataset
+
+from fastgrpo.grpo.answers import is_plain_number, normalise_answer, written_out
 from fastgrpo.grpo.guarded import GuardedCallError, guarded_call
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query")
@@ -28,6 +30,8 @@ Put your thoughts between <think> and </think>, and after them your answer, a nu
 Please reason step by step, and put your final answer within \\boxed{}."""
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+_LATEX_BRACES = re.compile(r"(?:\\[A-Za-z]+|[\^_])(?:\{[^{}]*\})+")  # \boxed{x}, \frac{a}{b}, x^{n}: no fields
+_ANSWER_NAMES = {name.split(".")[0] for name in ANSWER_COLUMNS}
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,13 @@ class RowReader:
     answer_column: str | None  # None: rows have no gold answer
     math: bool  # the answer must parse as mathematics
     style: PromptStyle
+    fields: tuple[str, ...] = ()  # columns that the template names
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
         """The prompt as messages, template and system prompt applied."""
         prompt = value_at(row, self.prompt_column)
         if isinstance(prompt, list):
-            return _styled(_checked_messages(prompt), row, self.style)
+            return _styled(_checked_messages(prompt), row, self.style, self.fields)
         if prompt is None:
             raise ValueError(f"the prompt (column {self.prompt_column}) is missing")
         if not isinstance(prompt, str):
@@ -67,15 +72,18 @@ class RowReader:
             )
         if not prompt.strip():
             raise ValueError(f"the prompt (column {self.prompt_column}) is empty")
-        return _styled([{"role": "user", "content": prompt.strip()}], row, self.style)
+        return _styled([{"role": "user", "content": prompt.strip()}], row, self.style, self.fields)
 
     def answer(self, row: Mapping[str, Any]) -> str | None:
         """The normalised gold answer; None when rows have none."""
         if self.answer_column is None:
             return None
         answer = normalise_answer(value_at(row, self.answer_column))
+        if not self.math:
+            return answer
+        answer = written_out(answer)
         # A plain number always parses; asking would only cost time (a test compares the two).
-        if self.math and not is_plain_number(answer) and (fault := _math_fault(answer)) is not None:
+        if not is_plain_number(answer) and (fault := _math_fault(answer)) is not None:
             raise ValueError(fault)
         return answer
 
@@ -98,14 +106,37 @@ def choose_reader(
     if answers != "none":
         answer = _find_column("answer", answer_column, ANSWER_COLUMNS, present, nested)
     style = style.resolved()
+    fields: tuple[str, ...] = ()
     if style.template is not None:
-        _check_template(style.template, present, answer)
-    return RowReader(prompt, answer, math=answers == "math", style=style)
+        fields = _check_template(style.template, present)
+        if answer is not None:
+            _check_secrecy(fields, rows[:100], answer)
+    return RowReader(prompt, answer, math=answers == "math", style=style, fields=fields)
 
 
 def prompt_text(messages: Sequence[Mapping[str, str]]) -> str:
     """Messages as plain text, for models without a chat template."""
     return "\n\n".join(message["content"] for message in messages)
+
+
+def check_prompts(datasets: Mapping[str, Any], tokenizer: Any) -> None:
+    """Refuse rows that no rollout can begin from: no prompt, none in it, or messages that nothing puts into text.
+
+    datasets: by the name to give in errors; what is no Dataset (None, streamed) is left out. Raises ValueError.
+    """
+    for name, data in datasets.items():
+        if not isinstance(data, Dataset):
+            continue
+        if "prompt" not in data.column_names:
+            raise ValueError(f"{name} has no column 'prompt', only {', '.join(data.column_names)}; rename its column.")
+        for row, prompt in enumerate(data["prompt"]):
+            if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+                raise ValueError(f"the prompt in row {row} of {name} is {prompt!r}; leave the row out.")
+            if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None) is None:
+                raise ValueError(
+                    f"the prompt in row {row} of {name} is messages, and the tokenizer has no chat template; make it "
+                    f"text (load_prompts: conversational=False), or set tokenizer.chat_template."
+                )
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:
@@ -137,12 +168,42 @@ def _find_column(
     raise ValueError(f"no {role} column was found: looked for {', '.join(usual)} among {', '.join(present)}; {remedy}.")
 
 
-def _check_template(template: str, present: Sequence[str], answer_column: str | None) -> None:
-    fields = set(_FIELD.findall(template))
-    if not fields & {"question", *present}:
+def _check_template(template: str, present: Sequence[str]) -> tuple[str, ...]:
+    """The columns that the template names, `question` aside."""
+    names = dict.fromkeys(_FIELD.findall(template))
+    known = {"question", *present}
+    if not known & names.keys():
         raise ValueError(f"the template {template[:60]!r} has no {{question}}: every prompt would be the same text.")
-    if answer_column is not None and answer_column.split(".")[0] in fields - {"question"}:
-        raise ValueError(f"the template holds {{{answer_column}}}, the answer column: the prompt would give it away.")
+    for name in _FIELD.findall(_LATEX_BRACES.sub("", template)):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f" Did you mean {{{near[0]}}}?" if near else ""
+            raise ValueError(
+                f"the template holds {{{name}}}, and the dataset has no such column, only {', '.join(present)}; "
+                f"correct it, or write {{ {name} }} with blanks if the braces are meant.{hint}"
+            )
+    return tuple(name for name in names if name in present and name != "question")
+
+
+def _check_secrecy(fields: Sequence[str], rows: Sequence[Mapping[str, Any]], answer_column: str) -> None:
+    """Raise ValueError for a column in the template that holds the answer, by its name or by what is in it."""
+    for field in fields:
+        if field == answer_column.split(".")[0]:
+            raise ValueError(f"the template holds {{{field}}}, the answer column: the prompt would give it away.")
+        pairs = [(_final(row.get(field)), _final(value_at(row, answer_column))) for row in rows]
+        known = [value == gold for value, gold in pairs if value is not None and gold is not None]
+        if field.lower() in _ANSWER_NAMES or (known and all(known)):
+            raise ValueError(
+                f"the template holds {{{field}}}, a column of answers: the prompt would give away what {answer_column} "
+                f"holds; leave it out, or rename the column if it is part of the question."
+            )
+
+
+def _final(value: Any) -> str | None:
+    try:
+        return normalise_answer(value)
+    except ValueError:
+        return None
 
 
 def _checked_messages(prompt: list[Any]) -> list[dict[str, str]]:
@@ -154,9 +215,13 @@ def _checked_messages(prompt: list[Any]) -> list[dict[str, str]]:
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 
-def _styled(messages: list[dict[str, str]], row: Mapping[str, Any], style: PromptStyle) -> list[dict[str, str]]:
+def _styled(
+    messages: list[dict[str, str]], row: Mapping[str, Any], style: PromptStyle, fields: Sequence[str]
+) -> list[dict[str, str]]:
     """Apply the template to the last user message, and put the system prompt in front."""
     if style.template is not None:
+        if (missing := next((name for name in fields if row.get(name) is None), None)) is not None:
+            raise ValueError(f"the column {missing}, which the template names, is missing")
         fill = {**row, "question": messages[-1]["content"]}
 
         def field(match: re.Match[str]) -> str:

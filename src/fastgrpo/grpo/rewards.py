@@ -18,7 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, overload
 
-from fastgrpo.grpo.answers import extract_answer, is_plain_number, last_number, normalise_answer
+from fastgrpo.grpo.answers import extract_answer, is_plain_number, last_number, normalise_answer, written_out
 from fastgrpo.grpo.guarded import GuardedCallError, guarded_call
 
 Row = Mapping[str, Any]  # a dataset row: column -> value; its prompt is under TRL's name, "prompts"
@@ -220,6 +220,6 @@ def _gold(row: Row, reward: str) -> str | None:
             f"{reward} needs the dataset column 'answer' or 'solution', and the dataset has {', '.join(row) or 'none'}."
         )
     try:
-        return normalise_answer(row[column])
+        return written_out(normalise_answer(row[column]))
     except ValueError:
         return None

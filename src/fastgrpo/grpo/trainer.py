@@ -25,6 +25,7 @@ from fastgrpo.config import ROLLOUT_DTYPES, FastGRPOConfig, policy_of
 from fastgrpo.grpo.accounting import Account, StepClock, write_json
 from fastgrpo.grpo.drafts import DraftTally, load_draft
 from fastgrpo.grpo.live_model import base_model, check_runnable, model_for_rollout
+from fastgrpo.grpo.prompts import check_prompts
 from fastgrpo.grpo.rollouts import (
     RolloutBar,
     RowLedger,
@@ -114,6 +115,9 @@ class FastGRPOTrainer(SubBatchTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        if rollout_func is None and environment_factory is None:  # both may bring prompts of their own
+            parts = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+            check_prompts({"train_dataset": train_dataset, **parts}, self.processing_class)
         check_runnable(self.model, self._dist, drafts=self._draft is not None)
         base = base_model(self.model, self.accelerator)
         self._choose_precision(base.dtype)

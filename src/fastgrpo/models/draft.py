@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fastgrpo.models.cache import CacheLayout
 from fastgrpo.models.draft_config import DraftConfig, base_of, fields_for
+from fastgrpo.models.foreign import damaged_file, foreign, reason
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,15 @@ class DraftModel(PreTrainedModel):
         if not options.setdefault("weights_only", True):
             raise ValueError("weights_only=False would run code from the checkpoint: leave it out.")
         options.update(output_loading_info=True, ignore_mismatched_sizes=True)  # reported below, as errors
-        draft, report = super().from_pretrained(name, *args, **options)
+
+        def explain(error: Exception) -> Exception:
+            if isinstance(error, ValueError | OSError):
+                return error  # of the config or of transformers, which names the folder
+            said = (damaged_file(Path(name)) if Path(name).is_dir() else None) or reason(error)
+            return ValueError(f"the draft {name} cannot be read: {said}. Get it again, or save it anew.")
+
+        with foreign(explain):
+            draft, report = super().from_pretrained(name, *args, **options)
         missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
         if "d2t" in missing:
             raise ValueError(

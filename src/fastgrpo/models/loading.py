@@ -15,7 +15,6 @@ import logging
 import mmap
 import os
 import shutil
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,9 +23,12 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from jinja2 import TemplateError, TemplateSyntaxError
 from safetensors import SafetensorError
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from fastgrpo.models.foreign import damaged_file, foreign, reason
+from fastgrpo.models.gguf_files import list_stop_ids, read_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -34,22 +36,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Raise when a conversion would come out differently, so that old cache folders are not used.
 _CONVERSION = 1
-# Above this file size a converted model is kept in bf16: quantisation has cost more than that rounding, and fp32 would
-# take 4 bytes for every half byte of the file.
-_LARGE_FILE = 2 * 1024**3
-# Ends of a turn or text. A chat model may end with either, but a GGUF file names only one of them.
-_END_MARKERS = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<end_of_turn>",
-    "<|end|>",
-    "</s>",
-    "<eos>",
-)
-# Splitting rules (`tokenizer.ggml.pre`) that come out of the conversion as the original tokenizer has them.
-_KNOWN_SPLITS = ("default", "gpt-2", "qwen2", "smollm")
 
 
 @dataclass(frozen=True)
@@ -103,7 +89,7 @@ def load_model(
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    _list_stop_ids(model, [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+    list_stop_ids(model, [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
     return model.to(where).eval(), tokenizer
 
 
@@ -182,15 +168,14 @@ def _from_pretrained(
     source: str | Path, dtype: torch.dtype, trust_remote_code: bool, revision: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     options = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
-    except (OSError, ValueError) as error:
-        raise _explained(error, source, "model") from error
-    try:
+    with foreign(lambda error: _explained(error, source, "model")):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )  # what does not fit is refused below, with its name
+    with foreign(lambda error: _explained(error, source, "tokenizer")):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
-        raise _explained(error, source, "tokenizer") from error
-    lacking = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
+    shapes = [f"{key} {tuple(there)}, not {tuple(here)}" for key, there, here in info["mismatched_keys"]]
+    lacking = sorted([*map(str, info["missing_keys"]), *shapes])
     if lacking:
         raise ValueError(
             f"{str(source)!r} lacks {len(lacking)} weights that {type(model).__name__} needs, or has them in another "
@@ -199,21 +184,35 @@ def _from_pretrained(
     return model, tokenizer
 
 
-def _explained(error: Exception, source: str | Path, what: str) -> Exception:
-    """The same kind of error with the name, what failed and what to do."""
-    first_line = str(error).strip().split("\n")[0]
+def _explained(error: Exception, source: str | Path, what: str, part: str = "") -> Exception:
+    """The same kind of error with the name, the damaged file if one is, and what to do."""
     kind = OSError if isinstance(error, OSError) else ValueError
+    damage = damaged_file(source) if isinstance(source, Path) else None
+    return kind(
+        f"The {part or what} of {str(source)!r} could not be loaded: {damage or reason(error)}. "
+        f"{_remedy(error, source, what, damage)}."
+    )
+
+
+def _remedy(error: Exception, source: str | Path, what: str, damage: str | None) -> str:
     if "trust_remote_code" in str(error):
-        remedy = (
+        return (
             "It brings its own Python code, which runs only if you allow it: read it, then pass trust_remote_code=True"
         )
-    elif isinstance(source, Path):
-        remedy = f"Save it there with {what}.save_pretrained"
-    else:
+    if isinstance(source, str):
+        if not isinstance(error, OSError | ValueError):
+            return f"Get it again: hf download {source} --force-download"
         remedy = f"Check the spelling, the network and `hf auth login`; built-in models are {', '.join(BUILT_IN)}"
         if Path(source).parent.is_dir() and "/" in source:
             remedy += f" (if a path was meant: {source} does not exist here)"
-    return kind(f"The {what} of {str(source)!r} could not be loaded: {first_line} {remedy}.")
+        return remedy
+    if source.parent == cache_folder():
+        return f"This is our own converted copy: delete the folder {source}, and it is made again"
+    if "does not recognize this architecture" in str(error):
+        return "Install a transformers that knows it, or correct model_type in its config.json"
+    if damage is None and (source / "adapter_config.json").exists():
+        return "It is an adapter: check base_model_name_or_path in its adapter_config.json, or save the merged model"
+    return f"Copy it there again, or save it with {what}.save_pretrained"
 
 
 def _check_tokenizer(source: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -227,19 +226,19 @@ def _check_tokenizer(source: str | Path, model: PreTrainedModel, tokenizer: PreT
             f"The tokenizer of {str(source)!r} has ids up to {max(ids)}, the model's embedding only {rows} rows; use "
             f"the model's own tokenizer, or model.resize_token_embeddings({max(ids) + 1}) and save the model."
         )
+    with foreign(lambda error: _explained(error, source, "tokenizer", "chat template")):
+        if isinstance(tokenizer.chat_template, str):
+            try:
+                tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+            except TemplateSyntaxError:
+                raise
+            except TemplateError:
+                pass  # it is a template, and wants other messages
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer of {str(source)!r} has neither a pad nor an eos token, so a batch cannot be padded; set "
             f"tokenizer.eos_token to the token that ends a response and save it."
         )
-
-
-def _list_stop_ids(model: PreTrainedModel, more: Sequence[int]) -> None:
-    """Make `generation_config.eos_token_id` its present ids followed by those of `more` that it lacks."""
-    present = model.generation_config.eos_token_id
-    present = [] if present is None else [present] if isinstance(present, int) else list(present)
-    stop_ids = list(dict.fromkeys([*present, *more]))
-    model.generation_config.eos_token_id = stop_ids or None
 
 
 def _built_in(name: str) -> Path:
@@ -283,7 +282,7 @@ def _converted(stem: str, parts: Sequence[Path], notices: Sequence[Path] = ()) -
             if not folder.is_dir():  # another process may have made it while this one waited
                 logger.warning("Converting %s once into %s (a minute or two).", stem, folder)
                 _convert(parts, notices, folder, digest.hexdigest())
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:  # the latter where the disk is full
         size = sum(part.stat().st_size for part in parts) / 1e9
         raise OSError(
             f"{stem} could not be converted into {folder.parent}: {error}. It needs up to {8 * size:.1f} GB there; "
@@ -305,7 +304,7 @@ def _convert(parts: Sequence[Path], notices: Sequence[Path], folder: Path, diges
                 for part in parts:
                     with part.open("rb") as file:
                         shutil.copyfileobj(file, whole, 1 << 20)
-        model, tokenizer = _read_gguf(source)
+        model, tokenizer = read_gguf(source)
         if len(parts) > 1:
             source.unlink()
         model.save_pretrained(partial)
@@ -329,60 +328,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Dequantised weights in a model that counts as an ordinary one, and the tokenizer with every stop id."""
-    if find_spec("gguf") is None:
-        raise ImportError(f"Reading {path.name} needs the gguf package: `pip install 'fastgrpo[gguf]'`.")
-    dtype = torch.bfloat16 if path.stat().st_size > _LARGE_FILE else torch.float32
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
-        raise ValueError(
-            f"{str(path)!r} could not be read by transformers ({error}); if it is whole, its architecture has no GGUF "
-            f"support: use the original checkpoint (a folder or hub id)."
-        ) from error
-    _repair_splitting(path, tokenizer)
-    # the loaded model counts as quantised and refuses save_pretrained: move its weights to one that never was
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.load_state_dict(loaded.state_dict(), assign=True)
-    model.tie_weights()
-    model.generation_config = loaded.generation_config
-    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    _list_stop_ids(model, [special[marker] for marker in _END_MARKERS if marker in special])
-    return model, tokenizer
-
-
-def _repair_splitting(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """SmolLM splits off every digit first; transformers drops that rule, so spaces before digits come out otherwise."""
-    rule = _gguf_text(path, b"tokenizer.ggml.pre")
-    if rule == "smollm":
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    elif rule is not None and rule not in _KNOWN_SPLITS:
-        logger.warning(
-            "%s splits text by the rule %r, which nobody has compared with its original tokenizer: check a few "
-            "encodings, or use the original checkpoint.",
-            path.name,
-            rule,
-        )
-
-
-def _gguf_text(path: Path, key: bytes) -> str | None:
-    """One text entry of a GGUF header: key, type 8 (text) as uint32, length as uint64, UTF-8 bytes; None without it."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        found = content.find(struct.pack("<Q", len(key)) + key + struct.pack("<I", 8))
-        if found < 0:
-            return None
-        start = found + 8 + len(key) + 4 + 8
-        (length,) = struct.unpack("<Q", content[start - 8 : start])
-        return content[start : start + length].decode()

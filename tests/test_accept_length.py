@@ -21,8 +21,8 @@ from fastgrpo.speculation.proposers import DraftProposer, Noise, PromptState
 from fastgrpo.speculation.sampling import SamplingParams
 from fastgrpo.speculation.tree import Tree
 
-# Recorded 2.39 and 3.00; the width is for machines whose rounding leads training elsewhere.
-CHAIN = (2.22, 2.56)  # of 3, at temperature 1
+# Recorded 2.33 and 2.97; the width is for machines whose rounding leads training elsewhere.
+CHAIN = (2.16, 2.49)  # of 3, at temperature 1
 TREE = (2.8, 3.2)  # of 8
 ROWS, NEW_TOKENS = 48, 40
 
@@ -166,5 +166,5 @@ class Forgetful(DraftProposer):
 def test_switching_speculation_on_late_accepts_as_many_as_always() -> None:
     draft = trained_pair()[1]
     always, late = accept_length(DraftProposer(draft)), accept_length(DraftProposer(draft), Pausing(12))
-    assert late == pytest.approx(always, abs=0.17)
-    assert accept_length(Forgetful(draft), Pausing(12)) < always - 0.17
+    assert late == pytest.approx(always, abs=0.1)
+    assert accept_length(Forgetful(draft), Pausing(12)) < always - 0.13

@@ -48,7 +48,7 @@ def test_a_draft_learns_its_answers_and_says_how_far_it_is() -> None:
     metrics = [progress.metrics for progress in told if progress.stage == "training"]
     assert {"loss", "overlap_1", "agreement_3", "cross_entropy_2"} <= metrics[0].keys()
     for step in (1, 2, 3):
-        assert metrics[-1][f"overlap_{step}"] > metrics[0][f"overlap_{step}"] + 0.1
+        assert metrics[-1][f"overlap_{step}"] > metrics[0][f"overlap_{step}"] + 0.03
     assert not draft.training
     assert draft._embed(torch.tensor([[5]])).shape == (1, 1, 32)  # bound
 

@@ -173,6 +173,10 @@ class FastGRPOConfig(GRPOConfig):
         _check_generation_kwargs(self.generation_kwargs or {}, temperature=self.temperature)
         policy_of(self)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Every field and its value; transformers takes any name that ends in "_token" for a secret, and hides it."""
+        return {**super().to_dict(), "max_training_token": self.max_training_token}
+
 
 def policy_of(config: FastGRPOConfig) -> Policy:
     """The policy that `config` names, with the knobs that it sets. Raises ValueError for what the policy refuses."""

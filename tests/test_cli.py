@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import logging
+import os
+import subprocess
+import sys
 import types
+import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +20,8 @@ from tiny import tiny_checkpoint, tiny_tokenizer
 from fastgrpo import Engine, SamplingParams, cli, load_model
 from fastgrpo.cli import generate
 from fastgrpo.cli.completions import ProgressLine
-from fastgrpo.speculation.requests import Progress
+from fastgrpo.cli.noise import silence_known_noise
+from fastgrpo.speculation.requests import Progress, real_number
 
 
 def exit_code(argv: list[str]) -> int:
@@ -80,9 +87,11 @@ def test_a_users_error_is_one_line_and_exit_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("FASTGRPO_TRACEBACK", raising=False)
-    with_command(monkeypatch, raiser(ValueError("top_p is 2; give 0 < top_p <= 1")))
+    with_command(monkeypatch, partial(real_number, "top_p"))  # raises in our code, and no code of this file runs
     assert exit_code(["doctor"]) == 1
-    assert capsys.readouterr().err == "fastgrpo: error: top_p is 2; give 0 < top_p <= 1\n"
+    said = capsys.readouterr().err
+    assert said.startswith("fastgrpo: error: top_p is Namespace(") and said.endswith("must be a number.\n")
+    assert len(said.splitlines()) == 1
     with pytest.raises(ValueError, match="top_p"):
         exit_code(["doctor", "--traceback"])
     monkeypatch.setenv("FASTGRPO_TRACEBACK", "1")
@@ -91,9 +100,54 @@ def test_a_users_error_is_one_line_and_exit_1(
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_command(monkeypatch, raiser(IndexError("ours")))
-    with pytest.raises(IndexError):
+    for error in (IndexError("ours"), ValueError("of code that the user brought"), OSError("of such code")):
+        with_command(monkeypatch, raiser(error))
+        with pytest.raises(type(error), match=str(error)):
+            exit_code(["doctor"])
+
+
+def test_a_library_is_believed_while_it_reads_but_not_while_it_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of_the_trainer(function: str) -> object:
+        space = {"__name__": "fastgrpo.grpo.trainer", "loads": json.loads}
+        exec(compile(f"def {function}(args): loads('nonsense')", json.__file__, "exec"), space)
+        return space[function]
+
+    with_command(monkeypatch, of_the_trainer("__init__"))
+    assert exit_code(["doctor"]) == 1
+    assert capsys.readouterr().err.startswith("fastgrpo: error: Expecting value")
+    with_command(monkeypatch, of_the_trainer("train"))
+    with pytest.raises(json.JSONDecodeError):
         exit_code(["doctor"])
+
+
+def test_known_noise_is_silenced_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)  # and whatever the command sets is taken back
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        silence_known_noise()
+        warnings.warn("use_gradient_checkpointing is old", FutureWarning, stacklevel=1)
+        warnings.warn("'pin_memory' argument is set as true but no accelerator is found, then", stacklevel=1)
+        warnings.warn("something else is old", FutureWarning, stacklevel=1)
+    assert [str(warning.message) for warning in heard] == ["something else is old"]
+
+    def told(keys: list[str]) -> bool:
+        text = f"There were missing keys in the checkpoint model loaded: {keys}."
+        record = logging.LogRecord("transformers.trainer", logging.WARNING, "", 0, text, (), None)
+        return bool(logging.getLogger("transformers.trainer").filter(record))
+
+    assert not told(["lm_head.weight"])
+    assert told(["model.norm.weight"]) and told(["lm_head.weight", "model.norm.weight"])
+
+
+def test_no_bar_goes_into_a_file() -> None:
+    lines = "from tqdm.auto import tqdm; list(tqdm(range(3)))"
+    code = f"from fastgrpo.cli.noise import silence_known_noise; silence_known_noise(); {lines}"
+    clean = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    for source, silent in ((code, True), (lines, False)):
+        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, env=clean)
+        assert (done.stderr == "") is silent
 
 
 def test_an_interrupt_exits_130_with_one_line(

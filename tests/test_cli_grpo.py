@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,30 @@ def test_a_run_with_a_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
     file.write_text(file.read_text().replace("spec_policy: fixed", "spec_policy: off"))  # which YAML reads as false
     assert resolved(file)[1].spec_policy == "off"
+
+
+def test_a_bug_in_a_reward_keeps_its_traceback_and_a_sound_run_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path, "qwen2")
+    (tmp_path / "my_broken_rewards.py").write_text("def raises(completions, **columns):\n    return [int('x')]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = write_config(tmp_path, reward_funcs=["number", "my_broken_rewards:raises"])
+    with warnings.catch_warnings(record=True) as heard, pytest.raises(ValueError, match="invalid literal") as error:
+        warnings.simplefilter("always")
+        exit_code(["grpo", "--config", str(file)])
+    assert error.traceback[-1].path.name == "my_broken_rewards.py"
+    assert error.value.__notes__ == ["This came out of the reward function 'raises'."]
+    known = ("pin_memory", "gradient_checkpointing")
+    assert [str(w.message) for w in heard if any(word in str(w.message) for word in known)] == []
+
+
+def test_a_reward_without_its_column_is_still_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_checkpoint(tmp_path, "qwen2")
+    file = write_config(tmp_path, reward_funcs=["accuracy"], answers="none", eval_size=0)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": f"what is {n}"}) + "\n" for n in range(6)))
+    assert exit_code(["grpo", "--config", str(file)]) == 1
+    assert "fastgrpo: error: accuracy_reward needs the dataset column 'answer'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

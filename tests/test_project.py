@@ -30,9 +30,9 @@ ORDER = [
         "speculation",
         [
             "noise",
+            "requests",
             "sampling",
             "coupling",
-            "requests",
             "memory",
             "tree",
             "policy",

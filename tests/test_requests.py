@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -36,12 +38,23 @@ GREEDY = SamplingParams(temperature=0)
         ({"uids": [1, 2, 3]}, "uids has 3 values for 2 rows"),
         ({"uids": [1, 1.5]}, "uid of row 1 is 1.5"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5, but must be a list of token ids"),
+        ({"prompts": None}, "prompts is None, but must be a list of prompts"),
+        ({"prompts": {5: [5]}}, "prompts is {5: .5.}, but must be a list of prompts"),
+        ({"prompts": torch.tensor([5, 6])}, r"prompt 0 is tensor\(5\), but must be a list of token ids"),
+        ({"prompts": [iter([5])]}, "prompt 0 is .*, but must be a list of token ids"),
+        ({"max_new_tokens": "8"}, "max_new_tokens of row 0 is '8', but must be a whole number"),
+        ({"max_new_tokens": torch.tensor(2.0)}, r"max_new_tokens of row 0 is tensor\(2.\), but must be a whole number"),
+        ({"uids": 5}, "uids is 5, but must be a list with one value per row"),
+        ({"first_uid": None}, "first_uid is None, but must be a whole number"),
+        ({"seed": 1.5}, "seed is 1.5, but must be a whole number"),
+        ({"sampling": None}, r"sampling is None, but must be a SamplingParams: SamplingParams\(\) has defaults"),
+        ({"feature_layers": None}, r"feature_layers is None, but must be a list of layers: \(\) for none"),
     ],
 )
 def test_bad_requests_are_named(arguments: dict, message: str) -> None:
-    arguments = {"prompts": [[5], [6, 7]], "max_new_tokens": 2, **arguments}
+    arguments = {"prompts": [[5], [6, 7]], "sampling": GREEDY, "max_new_tokens": 2, **arguments}
     with pytest.raises(ValueError, match=message):
-        Engine(tiny_model("llama")).generate(arguments.pop("prompts"), GREEDY, **arguments)
+        Engine(tiny_model("llama")).generate(**arguments)
 
 
 @pytest.mark.parametrize("slots", [0, -1, 2.5, True])
@@ -53,6 +66,8 @@ def test_bad_slots_are_refused(slots: object) -> None:
 def test_passes_run_in_a_floating_point_type() -> None:
     with pytest.raises(ValueError, match=r"dtype is torch\.int8, but passes run in a floating-point type"):
         Engine(tiny_model("llama"), dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"dtype is 'float32', but must be a torch\.dtype"):
+        Engine(tiny_model("llama"), dtype="float32")
 
 
 def test_tensors_and_arrays_are_prompts_and_limits_too() -> None:
@@ -70,3 +85,31 @@ def test_frequencies_that_follow_the_longest_row_are_refused() -> None:
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(ValueError, match=r"rope_type 'dynamic'.* neighbours"):
         open_target(model)
+
+
+def test_one_engine_runs_one_rollout_at_a_time() -> None:
+    engine = Engine(tiny_model("llama"))
+    refused: list[str] = []
+
+    def again(_: object) -> None:
+        with pytest.raises(RuntimeError, match=r"one engine runs one rollout at a time.*make another Engine") as error:
+            engine.generate([[5]], GREEDY, max_new_tokens=1)
+        refused.append(str(error.value))
+
+    def elsewhere(_: object) -> None:
+        thread = threading.Thread(target=again, args=(None,))
+        thread.start()
+        thread.join()
+
+    expected = Engine(engine.target.decoder.base).generate([[5, 6], [7]], GREEDY, max_new_tokens=3)
+    for callback in (again, elsewhere):
+        rollout = engine.generate([[5, 6], [7]], GREEDY, max_new_tokens=3, on_completion=callback)
+        assert rollout.completions == expected.completions  # the one that ran is unharmed, and the next may run
+    assert len(refused) == 4
+
+    def fail(_: object) -> None:
+        raise KeyError("a callback's own")
+
+    with pytest.raises(KeyError):
+        engine.generate([[5]], GREEDY, max_new_tokens=1, on_completion=fail)
+    assert engine.generate([[5, 6], [7]], GREEDY, max_new_tokens=3).completions == expected.completions

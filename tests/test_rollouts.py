@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgrpo.config import FastGRPOConfig
+from fastgrpo.config import FastGRPOConfig, sampling_params
 from fastgrpo.grpo.accounting import Account, write_json
 from fastgrpo.grpo.drafts import DraftTally
 from fastgrpo.grpo.rollouts import (
@@ -17,7 +17,6 @@ from fastgrpo.grpo.rollouts import (
     RowLedger,
     fit_to_context,
     precision_correction,
-    sampling_params,
     sequence_uid,
 )
 from fastgrpo.speculation.requests import Completion, Progress, Rollout, RolloutStats

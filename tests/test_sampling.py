@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from reference_sampling import slow_sample, truncated_law
@@ -345,9 +346,17 @@ def test_views_and_empty_batches_are_fine() -> None:
     ("field", "value", "remedy"),
     [
         ("temperature", -1.0, "0 for greedy"),
-        ("temperature", math.nan, "0 for greedy"),
+        ("temperature", math.nan, "must be a number"),
         ("top_k", -1, "0 to switch it off"),
-        ("top_k", 2.5, "0 to switch it off"),
+        ("temperature", 1e-40, "0 for greedy"),  # logits / temperature would overflow
+        ("temperature", 1e-31, "0 for greedy"),
+        ("temperature", math.inf, "0 for greedy"),
+        ("top_k", 2.5, "must be a whole number"),
+        ("top_k", None, "must be a whole number"),
+        ("top_p", None, "must be a number"),
+        ("top_p", "0.9", "must be a number"),
+        ("temperature", True, "must be a number"),
+        ("repetition_penalty", math.nan, "must be a number"),
         ("top_p", 0.0, "1 to switch it off"),
         ("top_p", 1.1, "1 to switch it off"),
         ("min_p", -0.1, "0 to switch it off"),
@@ -355,8 +364,22 @@ def test_views_and_empty_batches_are_fine() -> None:
     ],
 )
 def test_bad_parameters_are_named(field: str, value: float, remedy: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}.*{remedy}"):
+    with pytest.raises(ValueError, match=f"{field} is {value!r}.*{remedy}"):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e30])
+def test_the_coldest_and_the_hottest_law_are_finite(temperature: float) -> None:
+    logits = torch.tensor([[1e4, -1e4, 3.0, -torch.inf]])
+    drawn = sample(logits, SamplingParams(temperature=temperature), keys_for(1))
+    assert drawn.logprobs.isfinite().all()
+    assert temperature > 1 or drawn.token_ids.tolist() == [0]
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    law = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), top_p=1)
+    assert law == SamplingParams(temperature=0.5, top_k=3)
+    assert [type(value) for value in vars(law).values()] == [float, int, float, float, float]
 
 
 def test_bad_shapes_are_named() -> None:

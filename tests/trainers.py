@@ -27,7 +27,7 @@ def make_trainer(
     folder: Path, model: str | PreTrainedModel = "qwen2", *, peft: Any = None, **settings: Any
 ) -> FastGRPOTrainer:
     """A trainer over a tiny model: 4 rows (1 prompt) per step unless told otherwise."""
-    apart = ("rollout_func", "reward_funcs", "eval_dataset", "draft_model")
+    apart = ("rollout_func", "reward_funcs", "train_dataset", "eval_dataset", "draft_model")
     others = {name: settings.pop(name) for name in apart if name in settings}
     defaults = {
         "use_cpu": True,
@@ -43,9 +43,8 @@ def make_trainer(
     }
     return FastGRPOTrainer(
         tiny_model(model) if isinstance(model, str) else model,
-        **{"reward_funcs": distinct_characters, **others},
+        **{"reward_funcs": distinct_characters, "train_dataset": Dataset.from_dict({"prompt": PROMPTS}), **others},
         args=FastGRPOConfig(str(folder), **{**defaults, **settings}),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=tiny_tokenizer(),
         peft_config=peft,
     )

@@ -10,13 +10,15 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
 from fastgrpo.speculation.policy import PaperPolicy, Policy, ThresholdPolicy, make_policy
+from fastgrpo.speculation.requests import real_number, whole_number
+from fastgrpo.speculation.sampling import SamplingParams
 
 ROLLOUT_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -167,10 +169,12 @@ class FastGRPOConfig(GRPOConfig):
         if self.spec_policy is False:  # what YAML makes of a bare off
             self.spec_policy = "off"
         _refuse_other_engines(self)
+        _check_numbers(self)
         super().__post_init__()
         _check_our_fields(self)
         _check_reward_fields(self)
-        _check_generation_kwargs(self.generation_kwargs or {}, temperature=self.temperature)
+        _check_generation_kwargs({} if self.generation_kwargs is None else self.generation_kwargs, self.temperature)
+        sampling_params(self)
         policy_of(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,6 +189,23 @@ def policy_of(config: FastGRPOConfig) -> Policy:
         return make_policy(config.spec_policy, **{name: value for name, value in values.items() if value is not None})
     except ValueError as error:
         raise ValueError(f"spec_policy={config.spec_policy!r}: {error}") from None
+
+
+def sampling_params(config: FastGRPOConfig) -> SamplingParams:
+    """The law that `config` asks for; generation_kwargs override its fields, as in TRL. ValueError for a bad value."""
+    given = config.generation_kwargs or {}
+
+    def value(name: str, off: float) -> Any:
+        wanted = given.get(name, getattr(config, name))
+        return off if wanted is None else wanted  # None means off in TRL
+
+    return SamplingParams(
+        temperature=config.temperature,
+        top_p=value("top_p", 1.0),
+        top_k=value("top_k", 0),
+        min_p=value("min_p", 0.0),
+        repetition_penalty=value("repetition_penalty", 1.0),
+    )
 
 
 def _refuse_other_engines(config: FastGRPOConfig) -> None:
@@ -205,6 +226,19 @@ def _refuse_other_engines(config: FastGRPOConfig) -> None:
             f"cache_implementation={config.cache_implementation!r} cannot be honoured: FastGRPO's rollouts use their "
             "own key-value cache. Remove it."
         )
+
+
+def _check_numbers(config: FastGRPOConfig) -> None:
+    """Fields that are numbers, TRL's too, before anyone asks for their range. A policy checks its own fields."""
+    checks = {int: whole_number, float: real_number}
+    theirs = {f.name for f in dataclasses.fields(GRPOConfig)} - {"temperature"}  # whose None is TRL's to judge
+    for name, hint in get_type_hints(type(config)).items():
+        options = set(get_args(hint) or (hint,))
+        kinds, value = options - {type(None)}, getattr(config, name, None)
+        if name in POLICY_KNOBS or len(kinds) != 1 or (kind := kinds.pop()) not in checks:
+            continue
+        if value is not None or not (type(None) in options or name in theirs):
+            checks[kind](name, value)
 
 
 def _check_our_fields(config: FastGRPOConfig) -> None:
@@ -256,7 +290,11 @@ def _check_reward_fields(config: FastGRPOConfig) -> None:
         )
 
 
-def _check_generation_kwargs(kwargs: Mapping[str, Any], *, temperature: float) -> None:
+def _check_generation_kwargs(kwargs: Mapping[str, Any], temperature: float) -> None:
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(
+            f"generation_kwargs={kwargs!r} must be a mapping of names to values, such as {{'repetition_penalty': 1.1}}."
+        )
     for key, value in kwargs.items():
         if key in MERGED_GENERATION_KWARGS or (key == "do_sample" and value):
             continue

@@ -6,7 +6,7 @@ takes flags beyond its parser's (grpo: every field of its config) says `TAKES_OT
 unparsed and in order, in `args.other_flags`; the others refuse an unknown flag with the nearest name.
 
 Exit codes: 0 done; 1 a problem with the user's input or machine, said in one line; 2 a command line that does not
-parse; 130 interrupted. Anything else is a bug of ours and keeps its traceback.
+parse; 130 interrupted. Anything else is a bug, of ours or of code that the user brought, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import difflib
 import importlib
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
 import fastgrpo
+from fastgrpo.cli.noise import silence_known_noise
 
 COMMANDS = {
     "grpo": "train a policy with GRPO",
@@ -29,7 +33,7 @@ COMMANDS = {
     "doctor": "show versions, what this machine is fast at, and what is missing",
 }
 
-# What a user's input or machine can cause. Other exceptions are ours to fix, so their traceback is shown.
+# What a user's input or machine can cause. Other exceptions are somebody's to fix, so their traceback is shown.
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, MemoryError, FloatingPointError)
 
 
@@ -116,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(name: str, argv: Sequence[str]) -> int:
     wants_traceback = "--traceback" in argv or os.environ.get("FASTGRPO_TRACEBACK", "0") not in ("", "0")
+    silence_known_noise()
     try:
         args = parse_command(name, argv)
         return int(command_module(name).run(args))
@@ -127,7 +132,28 @@ def run_command(name: str, argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except USER_ERRORS as error:
-        if wants_traceback:
+        if wants_traceback or not answers_the_input(error):
             raise
         print(f"fastgrpo: error: {error}", file=sys.stderr)
         return 1
+
+
+def answers_the_input(error: BaseException) -> bool:
+    """Whether `error` says it all in a line: our own code raised it, or a library did while it read what was named.
+
+    Not so where code of the user's own ran (a reward, a callback, a model's code), or where a library raised it in the
+    middle of training: the same types mean a bug there, which only a traceback finds.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame in frames]
+    if any(_is_the_users(Path(frame.f_code.co_filename)) for frame in frames):
+        return False
+    return names[-1][0].split(".")[0] == "fastgrpo" or ("fastgrpo.grpo.trainer", "train") not in names
+
+
+def _is_the_users(file: Path) -> bool:
+    """Whether this source file is neither ours nor of an installed package nor of Python."""
+    if file.name.startswith("<") or {"site-packages", "dist-packages"} & set(file.parts):
+        return False
+    homes = (Path(fastgrpo.__file__).parent, Path(sysconfig.get_path("stdlib")))
+    return not any(file.is_relative_to(home) for home in homes)

@@ -1,8 +1,7 @@
-"""What a trainer must know about rollouts besides the tokens: their law, who each sequence is, how far off the sampler.
+"""What a trainer must know about rollouts besides the tokens: who each sequence is, and how far off the sampler.
 
-The sampling law of a config, sequence uids (the key of a sequence's noise), the ledger that keeps a row's uid over
-the turns of a tool loop, limits that fit the model's context, the live bar, the precision correction. Knows nothing of
-TRL or of how tokens are drawn.
+Sequence uids (the key of a sequence's noise), the ledger that keeps a row's uid over the turns of a tool loop, limits
+that fit the model's context, the live bar, the precision correction. Knows nothing of TRL or of how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -10,35 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from fastgrpo.config import FastGRPOConfig
 from fastgrpo.speculation.engine import Progress
-from fastgrpo.speculation.sampling import SamplingParams
 
 _ROW_BITS = 24
 _GENERATION_BITS = 38
 _EVAL_BIT = 1 << (_ROW_BITS + _GENERATION_BITS)
-
-
-def sampling_params(args: FastGRPOConfig) -> SamplingParams:
-    """The law that `args` asks for; generation_kwargs override its fields, as in TRL. ValueError for a bad value."""
-    given = args.generation_kwargs or {}
-
-    def value(name: str, off: Any) -> Any:
-        wanted = given.get(name, getattr(args, name))
-        return off if wanted is None else wanted  # None means off in TRL
-
-    return SamplingParams(
-        temperature=args.temperature,
-        top_p=value("top_p", 1.0),
-        top_k=value("top_k", 0),
-        min_p=value("min_p", 0.0),
-        repetition_penalty=value("repetition_penalty", 1.0),
-    )
 
 
 def check_correctable(args: FastGRPOConfig, *, rollout: torch.dtype, training: torch.dtype) -> bool:

@@ -21,9 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.models.utils import disable_gradient_checkpointing
 
-from fastgrpo.config import ROLLOUT_DTYPES, FastGRPOConfig, policy_of
+from fastgrpo.config import ROLLOUT_DTYPES, FastGRPOConfig, policy_of, sampling_params
 from fastgrpo.grpo.accounting import Account, StepClock, write_json
 from fastgrpo.grpo.drafts import DraftTally, load_draft
+from fastgrpo.grpo.inputs import check_inputs, check_prompts_fit, diverged, guard_rewards, named_rewards
 from fastgrpo.grpo.live_model import base_model, check_runnable, model_for_rollout
 from fastgrpo.grpo.prompts import check_prompts
 from fastgrpo.grpo.rollouts import (
@@ -32,7 +33,6 @@ from fastgrpo.grpo.rollouts import (
     check_correctable,
     fit_to_context,
     precision_correction,
-    sampling_params,
 )
 from fastgrpo.grpo.scoring import first_turn_decoder, pool_rewards
 from fastgrpo.grpo.update import Part, SubBatchTrainer
@@ -97,11 +97,12 @@ class FastGRPOTrainer(SubBatchTrainer):
                 "the same, change the name."
             )
         # before TRL loads a model and seeds the generators
+        check_inputs(model, train_dataset, eval_dataset)
         self._sampling = sampling_params(args)
         self._draft = load_draft(args.draft_model if draft_model is None else draft_model, args)
         super().__init__(
             model=model,
-            reward_funcs=reward_funcs,
+            reward_funcs=named_rewards(reward_funcs),
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -132,6 +133,8 @@ class FastGRPOTrainer(SubBatchTrainer):
         self._account = Account(self.accelerator.device)
         self._scoring = pool_rewards(self, args, say=self._warn_once)
         self.add_callback(StepClock(self._begin_step, self._end_step))
+        guard_rewards(self)
+        check_prompts_fit(self)
 
     def _choose_precision(self, weights: torch.dtype) -> None:
         self._weights_dtype = weights
@@ -211,6 +214,8 @@ class FastGRPOTrainer(SubBatchTrainer):
                     on_completion=self._scoring.listener(prompts),
                     on_round=bar.update,
                 )
+            except FloatingPointError as error:
+                raise diverged(error, self.state.global_step, self.args.output_dir) from error
             finally:
                 bar.close()
 

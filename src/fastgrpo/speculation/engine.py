@@ -6,8 +6,10 @@ who finished when, or on what was drafted.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -31,8 +33,8 @@ class Engine:
     slots: rows that decode at once (default: all of them, as far as memory goes). dtype: precision of the passes
     (default: the model's). proposer: where drafts come from; None decodes plainly. policy: how much to draft for the
     rows that are live (default: `paper`, where there is a proposer). clock: what phases are timed by, in seconds; one
-    that waits for an accelerator counts its work in the phase that asked for it. One engine serves one model; weights
-    are read anew at every `generate`.
+    that waits for an accelerator counts its work in the phase that asked for it. One engine serves one model and runs
+    one rollout at a time; weights are read anew at every `generate`.
     """
 
     def __init__(
@@ -46,8 +48,11 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.slots = None if slots is None else whole_number("slots", slots, at_least=1)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype is {dtype!r}, but must be a torch.dtype such as torch.float32, or None.")
         self.target: Target = open_target(model, dtype=dtype)
         self.proposer, self.clock = proposer, clock
+        self._running = threading.Lock()
         self.policy = policy or make_policy("paper" if proposer else "off")
         ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
@@ -77,9 +82,11 @@ class Engine:
         last of them what the final norm puts out; every completion then has the target's features there, at the price
         of 2 * len(feature_layers) * hidden numbers a token. on_completion is called as each row ends, on_round after
         each pass. Returns completions in row order. Raises ValueError for prompts, limits or layers that cannot be,
-        FloatingPointError when the model's logits are not finite.
+        FloatingPointError when the model's logits are not finite, RuntimeError while another call runs.
         """
-        started = self.clock()
+        started, seed = self.clock(), whole_number("seed", seed)
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling is {sampling!r}, but must be a SamplingParams: SamplingParams() has defaults.")
         requests = make_requests(
             prompts, group_size, max_new_tokens, uids, first_uid, self.target.vocab_size, self.target.longest
         )
@@ -92,7 +99,7 @@ class Engine:
         on_completion, on_round = _in_the_callers_mode(on_completion), _in_the_callers_mode(on_round)
         proposer = self.proposer if room else None  # a policy that never drafts has nobody fed
         taps = tuple(sorted({*recorded, *(proposer.taps if proposer else ())}))
-        with self.target.session(taps):
+        with self._alone(), self.target.session(taps):
             stats = RolloutStats(setup_s=self.clock() - started)
             batch = LiveBatch(self.target, RaggedCache(self.target.layout, slots, capacity), stats, self.clock)
             batch.law, batch.stops, batch.seed, batch.notify = sampling, stops, seed, on_completion
@@ -110,7 +117,22 @@ class Engine:
                     on_round(Progress(done, len(requests), tokens, stats.total_s, stats.accept_length))
         return Rollout(sorted(batch.done, key=lambda completion: completion.index), stats)
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        # target, proposer and policy keep the state of the rollout that runs
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(
+                "generate was called while this engine runs another rollout, from another thread or from a callback, "
+                "and one engine runs one rollout at a time: wait for it, or make another Engine for this model."
+            )
+        try:
+            yield
+        finally:
+            self._running.release()
+
     def _layers(self, wanted: Sequence[int]) -> tuple[int, ...]:
+        if not hasattr(wanted, "__iter__"):
+            raise ValueError(f"feature_layers is {wanted!r}, but must be a list of layers: () for none.")
         last = len(self.target.layout.heads)
         layers = tuple(whole_number("a layer of feature_layers", layer, at_least=0) for layer in wanted)
         if list(layers) != sorted(set(layers)) or max(layers, default=0) > last:

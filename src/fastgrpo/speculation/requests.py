@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -125,6 +127,13 @@ def whole_number(name: str, value: Any, at_least: int | None = None) -> int:
     return number
 
 
+def real_number(name: str, value: Any) -> float:
+    """`value` as a float: Python's or numpy's, whole or infinite, but no bool, no NaN and no text."""
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+        raise ValueError(f"{name} is {value!r}, but must be a number.")
+    return float(value)
+
+
 def make_requests(
     prompts: Sequence[Sequence[int]],
     group_size: int,
@@ -138,15 +147,20 @@ def make_requests(
 
     longest: positions that the model has, prompt and response together; None is no limit.
     """
+    if not _is_list(prompts):
+        raise ValueError(f"prompts is {prompts!r}, but must be a list of prompts, each a list of token ids.")
     if len(prompts) == 0:
         raise ValueError("prompts is empty: pass at least one prompt, a list of token ids.")
     whole_number("group_size", group_size, at_least=1)
     distinct = [_text(i, prompt, vocab_size) for i, prompt in enumerate(prompts)]
     texts = [text for text in distinct for _ in range(group_size)]
-    per_row = hasattr(max_new_tokens, "__len__")
+    per_row = _is_list(max_new_tokens)
     limits: Sequence[Any] = max_new_tokens if per_row else [max_new_tokens] * len(texts)  # type: ignore[assignment]
+    first_uid = whole_number("first_uid", first_uid)
     names: Sequence[Any] = range(first_uid, first_uid + len(texts)) if uids is None else uids
     for name, values in (("max_new_tokens", limits), ("uids", names)):
+        if not _is_list(values):
+            raise ValueError(f"{name} is {values!r}, but must be a list with one value per row.")
         if len(values) != len(texts):
             raise ValueError(f"{name} has {len(values)} values for {len(texts)} rows: give one per row.")
     requests = []
@@ -161,9 +175,16 @@ def make_requests(
     return requests
 
 
+def _is_list(value: Any) -> bool:
+    """Whether `value` is a list, a tuple, an array or a tensor with a first dimension: no text, no generator."""
+    if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__getitem__"):
+        return False
+    return getattr(value, "ndim", 1) > 0 and hasattr(value, "__len__")
+
+
 def _text(i: int, prompt: Any, vocab_size: int) -> tuple[int, ...]:
     """Prompt i as a tuple of token ids, checked."""
-    if not hasattr(prompt, "__len__") or isinstance(prompt, str):
+    if not _is_list(prompt):
         raise ValueError(
             f"prompt {i} is {prompt!r}, but must be a list of token ids: tokenize texts, and nest one prompt."
         )

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from fastgrpo.speculation.noise import BLOCK, arrival_times_in_blocks, block_times
+from fastgrpo.speculation.requests import real_number, whole_number
 
 # Blocks opened at the first and the second try, of a race and of a truncation; the third takes whole rows. On real
 # logits of a 135 M model at temperature 1, 7 to 9 % of the rows need a race's second try and less than 0.3 % the third;
@@ -29,6 +30,8 @@ _SPARE_BLOCKS = 8
 # A nucleus may lie in many blocks and yet have few ids. Up to this many candidates a row are sorted.
 _MOST_CANDIDATES = 8192
 _EASING = 16  # see _truncate_above
+# Between these, float32 can divide any logits of a sound model by the temperature, and overflows nowhere.
+_COLDEST, _HOTTEST = 1e-30, 1e30
 # Ids worked on at once when rows fall back, so that flat laws over many rows cannot exhaust memory.
 _IDS_AT_ONCE = 1 << 21
 
@@ -37,13 +40,14 @@ _IDS_AT_ONCE = 1 << 21
 class SamplingParams:
     """The law that tokens are drawn from, applied in Hugging Face's order: penalty, temperature, top-k, top-p, min-p.
 
-    temperature: divides the logits; 0 is greedy, which ignores the three truncations, as Hugging Face does.
+    temperature: divides the logits, 1e-30 to 1e30; 0 is greedy, which ignores the three truncations, as Hugging Face
+    does.
     top_k: keep the k most probable tokens; 0 is off. top_p: of those, renormalised, keep the fewest most probable ones
     whose mass reaches top_p; 1 is off. min_p: of those, keep the ones at least min_p times as probable as the most
     probable; 0 is off. Tokens tied with the last one kept are kept as well (Hugging Face does so for top-k and min-p
     only), so the kept set is a function of the distribution and not of the order of a sort.
     repetition_penalty: see `penalise`; 1 is off.
-    Raises ValueError for a value outside its range.
+    Raises ValueError for a value that is no number or outside its range.
     """
 
     temperature: float = 1.0
@@ -53,12 +57,16 @@ class SamplingParams:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            object.__setattr__(self, name, real_number(name, getattr(self, name)))
+        object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
+        if not (self.temperature == 0 or _COLDEST <= self.temperature <= _HOTTEST):
             raise ValueError(
-                f"temperature is {self.temperature}, but must be finite and >= 0: use 0 for greedy decoding."
+                f"temperature is {self.temperature}, but must lie in [{_COLDEST}, {_HOTTEST}], beyond which logits / "
+                "temperature leave float32, or be 0: use 0 for greedy decoding."
             )
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k!r}, but must be an integer >= 0: use 0 to switch it off.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}, but must be >= 0: use 0 to switch it off.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}, but must lie in (0, 1]: use 1 to switch it off.")
         if not 0 <= self.min_p <= 1:

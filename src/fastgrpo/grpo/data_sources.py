@@ -159,8 +159,9 @@ def _read_file(file: Path) -> list[dict[str, Any]]:
 
 
 def _unreadable(error: Exception, path: Path, kind: str) -> Exception:
-    """The error itself where it names the file (ours do, and the system's), else one that does."""
-    if isinstance(error, ValueError | OSError) and str(path) in str(error):
+    """The error itself where it is ours, or the system's, and names the file; else one that does, with the remedy."""
+    of_system = isinstance(error, OSError) and error.errno is not None
+    if (of_system or type(error) is ValueError) and str(path) in str(error):
         return error
     return ValueError(f"{path} cannot be read as {kind}: {reason(error)}; convert or repair the file.")
 

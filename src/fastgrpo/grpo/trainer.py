@@ -120,10 +120,7 @@ class FastGRPOTrainer(SubBatchTrainer):
             parts = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
             check_prompts({"train_dataset": train_dataset, **parts}, self.processing_class)
         check_runnable(self.model, self._dist, drafts=self._draft is not None)
-        base = base_model(self.model, self.accelerator)
-        self._choose_precision(base.dtype)
-        if self._draft is not None:
-            self._draft.bind(base).to(device=self.accelerator.device, dtype=self._rollout_dtype)
+        self._choose_precision(base_model(self.model, self.accelerator))
         self._engine: Engine | None = None
         self._ledger: RowLedger | None = None
         self._tally, self._drafting = DraftTally(), DraftTally()  # of this rank's generation under way; of the training
@@ -136,12 +133,15 @@ class FastGRPOTrainer(SubBatchTrainer):
         guard_rewards(self)
         check_prompts_fit(self)
 
-    def _choose_precision(self, weights: torch.dtype) -> None:
-        self._weights_dtype = weights
+    def _choose_precision(self, base: PreTrainedModel) -> None:
+        """Of training, as `base` and the config have it, and of rollouts, where the draft follows."""
+        self._weights_dtype = base.dtype
         self._training_dtype = _MIXED_PRECISION.get(self.accelerator.mixed_precision, self._weights_dtype)
         named = self.args.rollout_dtype
         self._rollout_dtype = self._training_dtype if named is None else ROLLOUT_DTYPES[named]
         self._corrects = check_correctable(self.args, rollout=self._rollout_dtype, training=self._training_dtype)
+        if self._draft is not None:
+            self._draft.bind(base).to(device=self.accelerator.device, dtype=self._rollout_dtype)
 
     # The seam
 

@@ -48,6 +48,18 @@ SUMMARY_FILE = "summary.json"  # in the output folder
 _MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _our_config(args: Any, model: str | PreTrainedModel) -> FastGRPOConfig:
+    if args is None:
+        name = model if isinstance(model, str) else str(model.config._name_or_path)
+        return FastGRPOConfig(f"{name.split('/')[-1] or 'model'}-GRPO")
+    if not isinstance(args, FastGRPOConfig):
+        raise TypeError(
+            f"args is a {type(args).__name__}, but FastGRPOTrainer needs a fastgrpo.FastGRPOConfig: the fields are "
+            "the same, change the name."
+        )
+    return args
+
+
 class FastGRPOTrainer(SubBatchTrainer):
     """GRPOTrainer whose rollouts come from `fastgrpo.Engine`. Constructor, datasets, rewards and metrics are TRL's.
 
@@ -88,14 +100,7 @@ class FastGRPOTrainer(SubBatchTrainer):
         *,
         draft_model: DraftModel | str | os.PathLike[str] | None = None,
     ) -> None:
-        if args is None:
-            name = model if isinstance(model, str) else str(model.config._name_or_path)
-            args = FastGRPOConfig(f"{name.split('/')[-1] or 'model'}-GRPO")
-        if not isinstance(args, FastGRPOConfig):
-            raise TypeError(
-                f"args is a {type(args).__name__}, but FastGRPOTrainer needs a fastgrpo.FastGRPOConfig: the fields are "
-                "the same, change the name."
-            )
+        args = _our_config(args, model)
         # before TRL loads a model and seeds the generators
         check_inputs(model, train_dataset, eval_dataset)
         self._sampling = sampling_params(args)

@@ -19,7 +19,6 @@ from trl.trainer import grpo_trainer
 
 from fastgrpo.config import FastGRPOConfig
 from fastgrpo.grpo import scoring
-from fastgrpo.grpo.scoring import PooledReward
 from fastgrpo.grpo.trainer import FastGRPOTrainer
 
 pytestmark = [
@@ -162,15 +161,14 @@ def test_only_a_rows_last_word_is_scored_early(tmp_path: Path, monkeypatch: pyte
 def early_texts(trainer: FastGRPOTrainer) -> list[str]:
     """The texts that are scored before TRL asks, from here on."""
     texts: list[str] = []
-    for pooled in trainer.reward_funcs:
-        if isinstance(pooled, PooledReward):
-            original = pooled.score_early
+    for pooled in trainer._scoring._pooled:
+        original = pooled.score_early
 
-            def score_early(text: str, row: Any, original: Any = original) -> None:
-                texts.append(text)
-                original(text, row)
+        def score_early(text: str, row: Any, original: Any = original) -> None:
+            texts.append(text)
+            original(text, row)
 
-            pooled.score_early = score_early  # type: ignore[method-assign]
+        pooled.score_early = score_early  # type: ignore[method-assign]
     return texts
 
 

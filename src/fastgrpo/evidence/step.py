@@ -176,14 +176,22 @@ def one_step(name: str, settings: StepSettings, model: PreTrainedModel, tokenize
 
 
 def _arguments(settings: StepSettings, folder: str) -> dict[str, Any]:
+    law = {"temperature": settings.temperature, "top_p": settings.top_p}
+    rows = settings.group_prompts * settings.group_size
+    return {**one_step_arguments(settings, folder, rows, settings.batch), **law}
+
+
+def one_step_arguments(settings: Any, folder: str, rows: int, batch: int) -> dict[str, Any]:
+    """What either trainer is told to make one silent optimizer step of `rows` responses in micro-batches of `batch`.
+
+    settings: any bench's that has group_size, new_tokens, gradient_checkpointing and seed.
+    """
     return {
         "output_dir": folder,
-        "per_device_train_batch_size": settings.batch,
-        "gradient_accumulation_steps": settings.group_prompts * settings.group_size // settings.batch,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": rows // batch,
         "num_generations": settings.group_size,
         "max_completion_length": settings.new_tokens,
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
         "gradient_checkpointing": settings.gradient_checkpointing,
         "max_steps": 1,
         "logging_steps": 1,

@@ -21,7 +21,7 @@ from trl import GRPOConfig
 from fastgrpo.config import FastGRPOConfig
 from fastgrpo.evidence.bench import OURS
 from fastgrpo.evidence.machine import Report, aligned
-from fastgrpo.evidence.step import TRL, TimedFastGRPOTrainer, TimedGRPOTrainer
+from fastgrpo.evidence.step import TRL, TimedFastGRPOTrainer, TimedGRPOTrainer, one_step_arguments
 from fastgrpo.evidence.timing import Spread, alternate
 from fastgrpo.evidence.workload import as_run
 
@@ -122,7 +122,8 @@ def one_update(
     """One optimizer step of the trainer called `name`, on a copy of `model`."""
     ours = name == OURS
     with tempfile.TemporaryDirectory() as folder:
-        arguments = _arguments(settings, folder, settings.batch if budget is None else settings.rows)
+        batch = settings.batch if budget is None else settings.rows
+        arguments = one_step_arguments(settings, folder, settings.rows, batch)
         trainer = (_OurUpdate if ours else _TheirUpdate)(
             model=copy.deepcopy(model),
             reward_funcs=lambda completions, **columns: [0.0] * len(completions),
@@ -163,25 +164,6 @@ def given_record(settings: UpdateSettings, vocabulary: int, device: torch.device
         "num_items_in_batch": completion_mask.sum(),
     }
     return {name: value.to(device) for name, value in record.items()}
-
-
-def _arguments(settings: UpdateSettings, folder: str, batch: int) -> dict[str, Any]:
-    return {
-        "output_dir": folder,
-        "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": settings.rows // batch,
-        "num_generations": settings.group_size,
-        "max_completion_length": settings.new_tokens,
-        "gradient_checkpointing": settings.gradient_checkpointing,
-        "max_steps": 1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": False,  # the weights' own precision, for both
-        "use_cpu": not torch.cuda.is_available(),
-        "seed": settings.seed,
-    }
 
 
 def _result(
